@@ -1,1 +1,1 @@
-"""Values from data: population statistics, least squares, and the order in which layers are fitted."""
+"""Values from data: population statistics, least squares, and the order of fitting layers."""

@@ -22,8 +22,12 @@ from normswap.models.modes import Progress, evaluating, hooked
 
 @dataclass
 class ChannelMoments:
-    """How many values a channel has, their mean, and the sum of the squared distances from it;
-    float64 (C,).
+    """The streamed mean and variance of each channel, in float64.
+
+    Args:
+        count: The number of values that each channel has.
+        mean: The mean of each channel, (C,).
+        square: The sum of the squared distances from the mean, (C,).
     """
 
     count: int
@@ -87,8 +91,10 @@ class Measured:
     images: int
 
     def store(self, norms: Mapping[str, Any]) -> None:
-        """Set the running statistics of norms, in place; raises VerificationError: a variance
-        overflows its dtype.
+        """Set the running statistics of the norms at the same paths, in place.
+
+        Raises:
+            VerificationError: A variance is larger than its dtype can hold.
         """
         for path, moments in self.moments.items():
             norms[path].running_mean.copy_(moments.mean)
@@ -106,11 +112,17 @@ def measure(
     batches: Iterable[object],
     progress: Progress | None = None,
 ) -> Measured:
-    """Run `model` in eval mode on batches (`checked`), and measure the input (N, C, ...) of each of
-    `layers`.
+    """Measure the moments of what each layer reads, in one pass over images in eval mode.
 
-    Raises SourceError: unusable images, or none; VerificationError: what reaches a layer is not
-    finite.
+    Args:
+        model: The network that runs; nothing in it is changed.
+        layers: The layers to watch, by path. Each reads a tensor (N, C, ...).
+        batches: Images as the network takes them; see `checked`.
+        progress: Called with the number of batches that are done, and of all of them.
+
+    Raises:
+        SourceError: The images are unusable, or there are none.
+        VerificationError: A layer reads values that are not finite.
     """
     moments: dict[str, ChannelMoments] = {}
     total = operator.length_hint(batches)
@@ -119,6 +131,7 @@ def measure(
         layer.register_forward_pre_hook(partial(_add_input, moments, path))
         for path, layer in layers.items()
     )
+
     examples = checked(model, batches)
     with evaluating(model), hooked(handles):
         for number, example in enumerate(examples, 1):
@@ -126,8 +139,10 @@ def measure(
             images += example.count
             if progress is not None:
                 progress(number, total)
+
     if not images:
         raise SourceError("0 calibration images", "at least 1 is needed")
+
     for path, moment in moments.items():
         if moment.count < 2:
             raise SourceError(
@@ -137,6 +152,7 @@ def measure(
             )
         if not bool(torch.isfinite(moment.mean).all() and torch.isfinite(moment.square).all()):
             raise VerificationError(f"what reaches {path} is not finite on these images")
+
     return Measured(moments, images)
 
 

@@ -46,8 +46,9 @@ def observed(
 
 
 def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
-    """Each image's means and mean squares per channel about the mean that the norm expects, (2, N,
-    C) float64.
+    """Return the means and the mean squares of each image's channels, (2, N, C) in float64.
+
+    Both are taken about the mean that the norm expects, its running mean.
     """
     about = x - _expected(norm)[0].to(x.dtype)[:, None]
     square = torch.linalg.vector_norm(about, dim=2).double().square() / x.shape[2]
@@ -55,8 +56,10 @@ def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """The running mean and variance of a norm; 0 and 1 for a layer without statistics, whose input
-    is whitened.
+    """Return the mean and variance that a layer expects of its input, in float64.
+
+    A norm expects its running statistics. A layer without statistics gets 0 and 1, because its
+    input is whitened.
     """
     if affine.holds_statistics(layer):
         return affine.statistics(layer)
@@ -81,11 +84,13 @@ def dead_leaves(
             path, (first, *_) = next(iter(moments.items()))
         except Exception:
             continue
+
         ratio = float(_expected(norms[path])[1].mean() / first[1].mean())
         deviation = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
         return [
             example.of((deviation * leaves(BATCH, size, i)).to(like)) for i in range(COUNT // BATCH)
         ]
+
     return []
 
 

@@ -14,8 +14,9 @@ NUMBERS = 2**20
 
 
 def parts(batch: Example, device: torch.device) -> list[Example]:
-    """The samples of a batch in order, on a CPU in parts of at most `NUMBERS` numbers, if the batch
-    can be split.
+    """Split a batch, in order, into parts that suit the device.
+
+    On a CPU a part has at most `NUMBERS` numbers. A batch that cannot be split stays whole.
     """
     most = max(NUMBERS * batch.count // max(batch.images.numel(), 1), 1)
     if device.type != "cpu" or batch.listed or batch.count <= most:
@@ -24,10 +25,14 @@ def parts(batch: Example, device: torch.device) -> list[Example]:
 
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
-    """The batches, read once, such as images (N, C, H, W) or (images, labels), as calls of `model`
-    (`Example.read`).
+    """Yield the batches as calls of the network; each batch is read once.
 
-    Raises SourceError: no images, images of another size, or NaN or infinite values.
+    Args:
+        model: The network that will be called.
+        batches: Images (N, C, H, W), pairs of images and labels, or whatever `Example.read` takes.
+
+    Raises:
+        SourceError: A batch has no images, images of another size, or NaN or infinite values.
     """
     called = form(model)
     size = None
@@ -36,16 +41,22 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
         _check_images(example, i)
         sizes = None if example.listed else tuple(tuple(t.shape[1:]) for t in example.tensors())
         if size is not None and sizes != size:
-            shown = [each[0] if each and len(each) == 1 else each for each in (sizes, size)]
             raise SourceError(
-                f"calibration batch {i} has images of size {shown[0]}", f"not {shown[1]}"
+                f"calibration batch {i} has images of size {_shown(sizes)}", f"not {_shown(size)}"
             )
         size = sizes
         yield example.like(model)
 
 
+def _shown(sizes: tuple[tuple[int, ...], ...] | None) -> object:
+    """Return the size of a call's only tensor, or the sizes of all its tensors."""
+    if sizes and len(sizes) == 1:
+        return sizes[0]
+    return sizes
+
+
 def first_images(model: nn.Module, batches: Iterable[object], count: int) -> Iterator[Example]:
-    """The calls that the batches are (`checked`), until there are so many images."""
+    """Yield calls of the network (see `checked`) until they hold `count` images."""
     total = 0
     for example in checked(model, batches):
         yield example
@@ -63,6 +74,7 @@ def _check_images(example: Example, index: int) -> None:
         raise SourceError(
             f"calibration batch {index} is no batch of images", f"its types are: {types}", remedy
         )
+
     if not all(bool(torch.isfinite(t).all()) for t in floats):
         raise SourceError(
             f"calibration batch {index} has values that are not finite", "NaN or infinite pixels"

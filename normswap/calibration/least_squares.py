@@ -1,9 +1,8 @@
-"""Streamed least squares: the best weights of a layer from moments of its input patches and of its
-targets.
+"""Streamed least squares: the best weights of a layer, from moments of its inputs and targets.
 
-Only a covariance is stored. A block of rows is summed about a point near its mean, in the rows'
-precision; blocks are summed in float64. Images go in turn to two folds. Weights fitted on one fold
-choose the ridge by their error on the other.
+Only covariances are stored. A block of rows is summed about a point near its mean, in the rows'
+precision; blocks are summed in float64. Images go in turn to two folds. The ridge is chosen by the
+error on the second fold of weights that were fitted on the first.
 """
 
 from __future__ import annotations
@@ -26,16 +25,22 @@ _JUDGED = 128
 
 @dataclass
 class Moments:
-    """Sums of inputs x (G, n, f) and targets y (G, n, o) and of their products, about a point near
-    their means.
+    """Sums over rows of inputs x (G, n, f), of targets y (G, n, o) and of their products.
+
+    All sums are about a point near the means, so that large means do not cancel the variances. G
+    counts the groups of a layer, f the inputs and o the outputs of a group.
 
     Args:
-        count: rows.
-        x, y: sums, (G, f) and (G, o).
-        xx, xy, yy: sums of products, (G, f, f), (G, o, f) and (G, o).
-        x0, y0: the point; the first batch's means.
-        waiting: rows that are not summed yet, less the point.
-        biased: whether the fitted map has a bias.
+        count: The number of rows that were added.
+        x: The sum of the inputs, (G, f).
+        y: The sum of the targets, (G, o).
+        xx: The sum of the products x x', (G, f, f).
+        xy: The sum of the products y x', (G, o, f).
+        yy: The sum of the squares of y, (G, o).
+        x0: The point about which x is summed: the mean of the first batch, (G, f).
+        y0: The point about which y is summed, (G, o).
+        waiting: Rows, less the point, that are not summed yet.
+        biased: Whether the fitted map has a bias.
     """
 
     count: int
@@ -63,11 +68,15 @@ class Moments:
             (groups, out),
         )
         xs, ys, xx, xy, yy = (x0.new_zeros(shape) for shape in shapes)
+
         return cls(0, xs, ys, xx, xy, yy, x0, y0, biased=biased)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add a batch of rows (G, n, f), or (G, N, p, f), and their targets (G, n, o), or (G, N, p,
-        o).
+        """Add a batch of rows and their targets.
+
+        Args:
+            x: The inputs, (G, n, f) or (G, N, p, f).
+            y: The targets, (G, n, o) or (G, N, p, o).
         """
         self.waiting.append((_about(x, self.x0), _about(y, self.y0)))
         self.count += self.waiting[-1][0].shape[1]
@@ -101,8 +110,10 @@ class Moments:
         return self.x0 + self.x / self.count, self.y0 + self.y / self.count
 
     def covariances(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Covariances C of x (G, f, f), B of y with x (G, o, f), variances of y (G, o); about zero
-        without a bias.
+        """Return the covariances of x, of y with x, and the variances of y.
+
+        Their shapes are C (G, f, f), B (G, o, f) and (G, o). They are about the means, or
+        about zero where the fitted map has no bias.
         """
         self.flush()
         x = self.x / self.count
@@ -112,6 +123,7 @@ class Moments:
         variance = self.yy / self.count - y.square()
         if self.biased:
             return covariance, cross, variance
+
         x, y = self.means()
         return (
             covariance + x[:, :, None] * x[:, None],
@@ -126,8 +138,10 @@ def _about(rows: Tensor, point: Tensor) -> Tensor:
 
 
 def _squared(x: Tensor) -> Tensor:
-    """x' x of each group, (G, f, f); for an array times itself NumPy's BLAS computes only half of
-    the products.
+    """Return x' x of each group, (G, f, f).
+
+    NumPy's BLAS computes half of the products where an array is multiplied by itself, so wide rows
+    on a CPU go through NumPy.
     """
     if x.device.type != "cpu" or x.shape[2] < _WIDE:
         return x.transpose(1, 2) @ x
@@ -138,7 +152,13 @@ def _squared(x: Tensor) -> Tensor:
 
 @dataclass
 class Folds:
-    """Moments of the even and of the odd images; `biased` as in `Moments`."""
+    """The moments of the even images and those of the odd ones, as two halves.
+
+    Args:
+        halves: The two `Moments`, empty until the first batch is added.
+        biased: Whether the fitted map has a bias.
+        images: The number of images that were added.
+    """
 
     halves: list[Moments] = field(default_factory=list)
     biased: bool = True
@@ -163,8 +183,11 @@ class Folds:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a regression computes from its inputs alone: the Cholesky factor of K (G, f, f), ridge m
-    (G, 1, 1).
+    """The part of a regression that depends on its inputs alone: K = C + ridge m, factored.
+
+    Args:
+        factor: The lower Cholesky factor of K, (G, f, f).
+        damp: The ridge times m, the mean diagonal of C, (G, 1, 1).
     """
 
     factor: Tensor
@@ -172,10 +195,13 @@ class Kernel:
 
     @classmethod
     def of(cls, covariance: Tensor, ridge: float) -> Kernel:
-        """Factor a covariance (G, f, f) plus a ridge; raises LinAlgError: it is not finite.
+        """Factor a covariance (G, f, f) plus a ridge.
 
         Float32 sums of wide, correlated patches may have negative eigenvalues. Such a group's ridge
         grows tenfold until the factorization succeeds.
+
+        Raises:
+            LinAlgError: The covariance is not finite.
         """
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
         while True:
@@ -189,7 +215,7 @@ class Kernel:
             damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
-        """V (G, o, f) of `regress`."""
+        """Return the weights V (G, o, f) of `regress`, from the covariance of y with x."""
         weight = torch.cholesky_solve((cross + self.damp * prior).mT, self.factor).mT
         if zero_sum is not None:
             u = zero_sum[:, :, None]
@@ -209,16 +235,18 @@ class Fit:
 
 
 def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> Fit:
-    """The ridge regression of y on x, which shrinks V towards `prior`.
+    """Return the ridge regression of y on x, which shrinks the weights V towards `prior`.
 
         V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
-        V = (B + ridge m prior) K^-1,  K = C + ridge m;   with zero_sum u:  V -= (V u) / (u' K^-1 u)
-        (K^-1 u)'
+        V = (B + ridge m prior) K^-1,   K = C + ridge m
+
+    With `zero_sum` u the result is projected: V -= (V u) / (u' K^-1 u) (K^-1 u)'.
 
     Args:
-        prior: (G, o, f).
-        zero_sum: u (G, f), so that V u = 0; ones where filters sum to zero (weight standardization,
-            arXiv:1903.10520).
+        folds: The moments of x and y on two halves of the images.
+        prior: The weights towards which V shrinks, (G, o, f).
+        zero_sum: The vector u (G, f) for which V u = 0 must hold: ones where filters sum to zero
+            (weight standardization, arXiv:1903.10520). None asks for nothing.
     """
     prior = prior.detach().double()
     ridge = _best_ridge(folds.halves, prior, zero_sum)
@@ -229,16 +257,20 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> F
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
-    """The first of `RIDGES` after which the error on the second half rises, of weights fitted on
-    the first half.
+    """Return the ridge of `RIDGES` that predicts the second half of the images best.
+
+    Weights are fitted on the first half, with growing ridges; the search ends where the error on
+    the second half rises.
     """
     fitted, other = halves
     if min(fitted.count, other.count) < 2:
         return RIDGES[0]
+
     judged = slice(None, None, max(prior.shape[1] // _JUDGED, 1))
     covariance, cross, _ = fitted.covariances()
     other_covariance, other_cross, other_variance = other.covariances()
     best = RIDGES[0]
+
     least = float("inf")
     for ridge in RIDGES:
         weight = Kernel.of(covariance, ridge).weights(
@@ -253,13 +285,18 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
         error = float((square + other_variance[:, judged] + offset.square()).sum())
         if error >= least:
             break
+
         best = ridge
         least = error
+
     return best
 
 
 def _bias(weight: Tensor, moments: Moments, target_mean: Tensor) -> Tensor:
-    """The bias (G, o) with which the mean output is the mean target; 0 where the map has no bias."""
+    """Return the bias (G, o) that makes the mean output the mean target.
+
+    A map without a bias gets 0.
+    """
     bias = target_mean - (weight @ moments.means()[0][:, :, None])[..., 0]
     if moments.biased:
         return bias

@@ -29,8 +29,10 @@ LARGE = 2**20
 
 
 class Interpreter:
-    """One network, run node by node, with a record for each size of its input, or each input where
-    values decide.
+    """One network that is run node by node.
+
+    It has a record of its operations for each size of its input, or for each input where the values
+    decide which operations run.
     """
 
     def __init__(self, model: nn.Module, example: Example) -> None:
@@ -54,18 +56,22 @@ class Interpreter:
                 [(node.name, str(node.target)) for node in nodes]
                 for nodes in (record.nodes, self.nodes)
             ]
+
             if ways[0] != ways[1]:
                 why = "the way depends on how many there are, too" * example.listed
                 raise SourceError(
                     f"images of size {example} take another way through the network", why
                 )
+
             self.records[key] = record
+
         entries = (node.name for node in self.nodes if node.op == "placeholder")
         return {**dict(zip(entries, example.tensors(), strict=True)), SIZE: key}
 
     def run(self, values: Values, begin: int, end: int) -> Values:
-        """`values` after the nodes from `begin` up to, but not including, `end`, without those that
-        no node reads.
+        """Return the values after the nodes from `begin` up to, but not including, `end`.
+
+        Values that no later node reads are dropped.
         """
         record = self.records[values[SIZE]]
         for i in range(begin, end):
@@ -74,9 +80,11 @@ class Interpreter:
                 break
             if node.name not in values:
                 values[node.name] = self._compute(record, node, values)
+
         alive = {node.name for node in self.nodes[:end] if self.last.get(node, -1) >= end}
         for name in values.keys() - alive - {SIZE}:
             del values[name]
+
         return values
 
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> object:
@@ -87,12 +95,13 @@ class Interpreter:
 
 
 class Lockstep:
-    """Networks in eval mode, recorded on the first batch (`checked`), and the values of each batch
-    at the latest stop.
+    """Networks in eval mode that advance together, and each batch's values where they stopped.
 
-    The first `mirrored` images are followed by their mirror images.
+    The networks are recorded on the first batch (`checked`). The first `mirrored` images are
+    followed by their mirror images.
 
-    Raises SourceError: the batches do not fit the networks, or there are fewer than two images.
+    Raises:
+        SourceError: The batches do not fit the networks, or hold fewer than two images.
     """
 
     @torch.no_grad()
@@ -106,6 +115,7 @@ class Lockstep:
         first = next(examples, None)
         if first is None:
             raise SourceError("0 calibration images", "at least 2 are needed")
+
         self.first = first
         try:
             self.interpreters = [Interpreter(model, first) for model in models]
@@ -117,16 +127,19 @@ class Lockstep:
             ) from None
         # A forward that fixes its number of images runs on the whole batch only.
         whole = not all(_takes_one(model, first) for model in models)
+
         for model in models:
             run(model, (first if whole else first.first(1)).map(torch.clone))
         self.device = first.images.device
         self.reached = [0] * len(models)
+
         for batch in itertools.chain([first], examples):
             for example in [batch] if whole else parts(batch, self.device):
                 self._store(example)
                 if self.images < mirrored and example.mirrors:
                     self._store(example.map(lambda images: images.flip(-1)))
                 self.images += example.count
+
         if self.images < 2:
             raise SourceError(f"{self.images} calibration images", "at least 2 are needed")
 
@@ -138,23 +151,27 @@ class Lockstep:
 
     @torch.no_grad()
     def run_to(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
-        """Run up to the given node of each network, which is not run itself; yields each batch's
-        values there.
+        """Run each network up to its node in `nodes`, and yield each batch's values there.
 
-        The caller may add the value of such a node. Raises VerificationError after the last batch:
-        NaN or infinity.
+        The node itself is not run.
+        The caller may add the value of that node.
+
+        Raises:
+            VerificationError: After the last batch, if a value was NaN or infinite.
         """
         ends = [
             interpreter.index[node]
             for interpreter, node in zip(self.interpreters, nodes, strict=True)
         ]
         advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
+
         finite: list[Tensor] = []
         for i, stored in enumerate(self.batches):
             batch = [_loaded(values, self.device) for values in stored]
             if not advances:
                 # The next stop starts from the stored values, so this one must not write into them.
                 batch = copy.deepcopy(batch)
+
             try:
                 for interpreter, values, begin, end in zip(
                     self.interpreters, batch, self.reached, ends, strict=True
@@ -163,18 +180,22 @@ class Lockstep:
             except Exception as error:
                 what = "these images take another way through the network than the first"
                 raise misfit(error, what, self.first) from None
+
             for values, before in zip(batch, stored, strict=True):
                 finite += _finite(values[name] for name in values.keys() - before.keys())
             yield batch
+
             if advances:
                 self.batches[i] = [
                     _stored(values, before) for values, before in zip(batch, stored, strict=True)
                 ]
+
         # One question for all batches, as a device is waited for.
         if finite and not bool(torch.stack(finite).all()):
             raise VerificationError(
                 "the network gives values that are not finite on the calibration images"
             )
+
         if advances:
             self.reached = ends
 
@@ -194,7 +215,10 @@ def _stored(values: Values, before: Values) -> Values:
 
 
 def _mapped(value: Tensor) -> Tensor:
-    """A copy in a mapped temporary file, which the system can write to disk where memory is short."""
+    """Return a copy in a mapped temporary file.
+
+    The system can write it to disk where memory is short.
+    """
     # On a full disk, writing to a mapped file ends the process.
     if shutil.disk_usage(tempfile.gettempdir()).free < 2 * value.nbytes:
         return value
@@ -216,9 +240,7 @@ def _loaded(values: Values, device: torch.device) -> Values:
 
 
 def _finite(values: Iterable[object]) -> Iterator[Tensor]:
-    """For each floating-point tensor, whether all its values are finite, as a bool () on its
-    device.
-    """
+    """Yield whether each floating-point tensor is finite throughout: a bool () on its device."""
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             least, most = value.aminmax()

@@ -1,5 +1,4 @@
-"""Each channel's sign and scale before a per-sample norm, chosen so that the sample's own
-statistics cost least.
+"""Choose the sign and scale of each channel before a per-sample norm, so that the norm costs least.
 
 Such a norm subtracts each sample's group mean and divides by its group deviation; gamma and beta
 compensate the sign and scale of a channel. Correlated channels cancel in the group's mean where
@@ -62,12 +61,14 @@ def rescalable(step: Step) -> dict[str, Body]:
 def choose_rescaling(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Rescale both networks before each norm, in place; the target keeps its function
-    (`groupnorm.fitting_target`).
+    """Rescale the channels before each norm of both networks, in place.
+
+    The target (`groupnorm.fitting_target`) computes the same function before and after.
     """
     args = rescalable(step)
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
     norms = {path: without_lead(target.get_submodule(path)) for path in args}
+
     inputs: dict[str, NormInputs] = {}
     for images in (dead_leaves(target, example, norms), first_images(target, batches, MOST)):
         for path, moments in observed(target, norms, images, image_moments).items():
@@ -77,6 +78,7 @@ def choose_rescaling(
                     means, squares, norms[path], args[path]["groups"], args[path]["eps"]
                 )
                 inputs[path] = inputs[path].beside(values) if path in inputs else values
+
     for path, scale in _scales(inputs).items():
         norm = norms[path]
         scale = scale.to(norm.weight.device)
@@ -89,8 +91,9 @@ def choose_rescaling(
 
 
 def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
-    """The signed scales (C,) of each norm; norms of one shape go through one descent, with fewer
-    calls of torch.
+    """Return the signed scales (C,) of each norm, by path.
+
+    Norms of one shape go through one descent together, which takes fewer calls of torch.
     """
     alike: dict[torch.Size, list[str]] = {}
     for path, norm_inputs in inputs.items():
@@ -126,11 +129,11 @@ class NormInputs:
     def of(
         cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float
     ) -> NormInputs:
-        """Inputs with each image's means and mean squares (N, C); a squared error costs (gamma /
-        deviation)^2.
+        """Read what a norm's channels are on images: means and mean squares (N, C) of each image.
 
-        Every channel is scaled to its running variance: the network was not trained on dead leaves,
-        and a channel that is nearly constant on them would dominate its group on other images.
+        A squared error of channel c costs (gamma_c / deviation_c)^2. Every channel is scaled to its
+        running variance: the network was not trained on dead leaves, and a channel that is nearly
+        constant on them would dominate its group on other images.
         """
         effect = affine.read_map(norm)[0].square()
         effect = effect / effect.max().clamp_min(1e-30)
@@ -155,6 +158,7 @@ class NormInputs:
         x = torch.where(constant[:, None], 0.0, x)
         e = torch.where(constant[:, None], 1.0, e)
         var = torch.where(constant, 1.0, var)
+
         return cls(*(value.float().contiguous() for value in (x, e, var, effect, own_eps)))
 
     @classmethod
@@ -193,6 +197,7 @@ class NormInputs:
         inputs = NormInputs.joined([self])
         log = torch.zeros_like(scale, requires_grad=True)
         optimizer = torch.optim.Adam([log], lr=RATE)
+
         unit = inputs.loss(inputs._with_mean_variance(scale)).detach().clamp_min(1e-30)
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -200,6 +205,7 @@ class NormInputs:
             optimizer.step()
             with torch.no_grad():
                 log.clamp_(-FARTHEST, FARTHEST)
+
         return inputs._with_mean_variance(scale * log.detach().exp())
 
     def loss(self, scale: Tensor) -> Tensor:
@@ -224,12 +230,14 @@ class NormInputs:
             + moved_mean.square() * per.sum(1, keepdim=True)
         )
         alone = self.means.var(1) * scale.square()
+
         return cost.mean(1) + CHANCE * per.sum(1) * alone.sum(1) / channels**2
 
 
 def least_sum(quadratic: Numbers) -> Numbers:
-    """Signs t (C,) with a small t' A t, A (C, C) symmetric: the best of some descents that flip one
-    sign at a time.
+    """Return signs t (C,) that make t' A t small, for a symmetric A (C, C).
+
+    Several descents each flip one sign at a time; the best end is returned.
     """
     generator = torch.Generator().manual_seed(0)
     starts = (
@@ -239,6 +247,7 @@ def least_sum(quadratic: Numbers) -> Numbers:
     # Smaller gains are rounding, and could flip signs forever.
     least = -1e-12 * diagonal.sum() / 2
     best: Numbers = starts[0]
+
     lowest = float("inf")
     for signs in starts:
         gains = (diagonal - signs * (quadratic @ signs)) / 2
@@ -251,4 +260,5 @@ def least_sum(quadratic: Numbers) -> Numbers:
         if value < lowest:
             best = signs
             lowest = value
+
     return best

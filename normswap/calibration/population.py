@@ -1,10 +1,11 @@
-"""Population statistics of BatchNorm, estimated anew (Ioffe & Szegedy 2015, arXiv:1502.03167,
-algorithm 2, lines 8-10).
+"""Estimate the population statistics of BatchNorm anew, from images.
 
 The network runs with each norm on the statistics of its batch. Per norm and channel, with m values
 in a batch:
 
     E[x] = mean over batches of mu_B,      Var[x] = m / (m - 1) * mean over batches of sigma_B^2
+
+Source: Ioffe & Szegedy 2015 (arXiv:1502.03167), algorithm 2, lines 8 to 10.
 """
 
 import math
@@ -54,6 +55,7 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
             )
         if module.running_mean is not None and module.running_var is not None:
             norms[path] = module
+
     holders: dict[int, str] = {}
     for path, norm in norms.items():
         other = holders.setdefault(id(norm.running_mean), path)
@@ -64,9 +66,11 @@ def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
                 "each reads other values",
                 remedy,
             )
+
     if not norms:
         remedy = "Only norms that take statistics of the batch in training have some to estimate"
         raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
+
     return norms
 
 
@@ -78,19 +82,27 @@ def estimate_population(
     *,
     most_error: float = float("inf"),
 ) -> str:
-    """Set running mean and variance of every BatchNorm of `model`, in place; returns a note on the
-    images.
+    """Set the running mean and variance of every BatchNorm of a network, in place.
 
     Args:
-        batches: of what it takes (`checked`). Those of another size than the first are left out.
-        most_error: the largest standard error of a mean, in deviations (`MOST_ERROR`).
+        model: The network, whose norms get new statistics.
+        batches: Images as the network takes them; see `checked`. Batches of another size than the
+            first are left out.
+        progress: Called with the number of batches that are done, and of all of them.
+        most_error: The largest allowed standard error of a channel's mean, in deviations
+            (`MOST_ERROR`); any error is allowed by default.
 
-    Raises RefusedError: see `norms_of`; SourceError: unusable images, too few, or batches of less
-    than two;
-    VerificationError: the network gives values that are not finite.
+    Returns:
+        A note that says how many norms and images there were.
+
+    Raises:
+        RefusedError: There is no norm whose statistics can be estimated; see `norms_of`.
+        SourceError: The images are unusable or too few, or a batch has fewer than two.
+        VerificationError: The network gives values that are not finite.
     """
     norms = norms_of(model)
     total = operator.length_hint(batches)
+
     count = left_out = size = 0
     with _as_in_training(model, norms) as sums:
         for example in checked(model, batches):
@@ -99,15 +111,19 @@ def estimate_population(
                 raise SourceError(
                     "a batch of 1 image", "the statistics of a batch need at least two"
                 )
+
             if example.count != size:
                 left_out += example.count
                 continue
+
             run(model, example, _MISFIT)
             count += 1
             if progress is not None:
                 progress(count, total)
+
     if not count:
         raise SourceError("0 calibration images", "at least 2 are needed")
+
     for path, (both, number) in sums.items():
         norm: Any = norms[path]
         if not bool(both.isfinite().all()):
@@ -115,20 +131,25 @@ def estimate_population(
         _require_enough(path, both / number, count * size, most_error)
         norm.running_mean.copy_(both[0] / number)
         norm.running_var.copy_(both[1] / number)
+
     note = f"{len(norms)} norms, {count * size} images in {count} batches"
     if left_out:
         note += f"; {left_out} images in batches of another size are left out"
+
     return note
 
 
 def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None:
-    """Raise SourceError where the standard error of the mean, sqrt(Var[image mean] / N), exceeds
-    `most` deviations.
+    """Raise SourceError where the images are too few for the mean of a norm's input.
+
+    They are too few where the mean's standard error, sqrt(Var[image mean] / N), exceeds `most`
+    deviations in the median channel.
     """
     mean, var, square = moments
     error = float(
         ((square - mean.square()).clamp_min(0) / (count - 1) / (var + 1e-12)).sqrt().median()
     )
+
     if error > most:
         why = (
             f"at {path} the standard error of a channel's mean is {error:.2f} deviations, more than"
@@ -143,17 +164,19 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 
 @contextmanager
 def _as_in_training(model: nn.Module, norms: Mapping[str, _BatchNorm]) -> Iterator[_Sums]:
-    """Put the norms alone into training mode, and sum the moments of their inputs; restores all
-    afterwards.
+    """Put the norms alone into training mode and sum the moments of what they read.
+
+    Afterwards the modes and all buffers are what they were.
     """
     sums: _Sums = {}
-    before = {
-        buffer: buffer.clone() for norm in norms.values() for buffer in norm.buffers(recurse=False)
-    }
+    before: dict[Tensor, Tensor] = {}
+    for norm in norms.values():
+        before |= {buffer: buffer.clone() for buffer in norm.buffers(recurse=False)}
     handles = (
         norm.register_forward_pre_hook(partial(_add_input, sums, path))
         for path, norm in norms.items()
     )
+
     try:
         with evaluating(model), hooked(handles):
             for norm in norms.values():

@@ -52,18 +52,23 @@ def restore(
     means_only: bool = False,
     progress: Progress | None = None,
 ) -> tuple[str, ...]:
-    """Set weights and biases of `model`, in place, so that its layers' outputs have the references'
-    moments.
+    """Give the outputs of a network's layers the references' mean and variance, in place.
 
     Args:
-        references: networks with the same layers at the same paths; of several the moments are
+        model: The network whose weights and biases are set.
+        references: Networks with the same layers at the same paths. The moments of several are
             averaged.
-        batches: of what they take (`checked`).
-        means_only: change the biases alone.
+        batches: Images as the networks take them; see `checked`.
+        means_only: Whether only the biases change.
+        progress: Called with the number of layers that are done, and of all of them.
 
-    Returns what the user should know. Raises SourceError: unusable or too few images; RefusedError:
-    the networks share no layer, a weight is made of other tensors, or the network computes what its
-    modules do not (another library's hooks).
+    Returns:
+        Notes for the user: what was set, and which layers have no bias.
+
+    Raises:
+        SourceError: The images are unusable or too few.
+        RefusedError: The networks share no layer, a weight is made of other tensors, or the network
+            computes what its modules do not show (another library's hooks).
     """
     with evaluating(model), undisturbed(*references):
         lockstep = Lockstep([*references, model], batches)
@@ -74,6 +79,7 @@ def restore(
                 " more than once"
             )
             raise RefusedError("the reference has no layer of the network's", why)
+
         _check_recorded(lockstep.interpreters[-1], lockstep.first.first(2))
         for number, place in enumerate(places, 1):
             *targets, current = _moments(lockstep, place)
@@ -84,11 +90,13 @@ def restore(
             _set(place.layer, current, targets, means_only=means_only)
             if progress is not None:
                 progress(number, len(places))
+
     moments = "mean" if means_only else "mean and variance"
     note = f"{moments} per channel of {len(places)} layers, {lockstep.images} images"
     without_bias = sum(place.layer.bias is None for place in places)
     if not without_bias:
         return (note,)
+
     return note, f"{without_bias} layers have no bias: their means stay as they are"
 
 
@@ -98,6 +106,7 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
         layer = changed.module(node)
         if layer is None or not fits(layer) or len(changed.calls[id(layer)]) != 1:
             continue
+
         nodes = []
         for reference in references:
             same = reference.modules.get(str(node.target))
@@ -107,6 +116,7 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
                 and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape
             ):
                 nodes += calls
+
         if len(nodes) != len(references):
             continue
         if type(layer._parameters.get("weight")) is not nn.Parameter:
@@ -117,15 +127,15 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
                 "Bake them first: torch.nn.utils.prune.remove, or"
                 " parametrize.remove_parametrizations",
             )
+
         yield _Place(str(node.target), cast(Linearity, layer), (*nodes, node))
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
-    """Raise RefusedError where the network, run node by node, computes something else than as a
-    whole.
-    """
+    """Raise RefusedError where running node by node computes something else than the network."""
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
     outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
+
     ends = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]
     for whole, by_nodes in zip(outputs.values(), ends, strict=False):
         if (
@@ -134,6 +144,7 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
             or not whole.is_floating_point()
         ):
             continue
+
         if float((whole - by_nodes).norm()) > _ROUNDING * float(whole.norm()):
             why = (
                 "another library hooks something in, such as fake quantizers, that no module shows"
@@ -162,6 +173,7 @@ def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
                 else output.transpose(0, 1).flatten(1)
             )
             each.add(rows.detach().double().cpu())
+
     return moments
 
 
@@ -181,5 +193,6 @@ def _set(
         )
         factor = torch.where(varies, deviation / current.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)
+
     if layer.bias is not None:
         layer.bias.copy_(factor * (layer.bias.detach().double().cpu() - current.mean) + mean)

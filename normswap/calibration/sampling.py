@@ -1,6 +1,4 @@
-"""The inputs and targets of a layer as rows: its input patches, at places drawn at random, never
-all of them.
-"""
+"""The inputs and targets of a layer as rows, at output positions that are drawn at random."""
 
 import math
 from collections.abc import Sequence
@@ -29,20 +27,25 @@ def fits(module: nn.Module) -> bool:
 def patches(
     layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Input patches (N, G, p, f) and targets (N, G, p, o) at p <= `count` places, the same for all
-    images.
-
-    G counts the layer's groups; f runs as in its weight.
+    """Return what a layer reads and what it should give, at the same p positions of all images.
 
     Args:
-        x: input of a convolution or Linear, (N, C, ...) or (N, ..., f).
-        y: the target, of the shape of its output.
+        layer: A convolution or a linear map.
+        x: The input of a convolution, (N, C, ...), or of a linear map, (N, ..., f).
+        y: The target, of the shape of the layer's output.
+        count: The largest number of positions p.
+        generator: Draws the positions.
+
+    Returns:
+        Patches (N, G, p, f) and targets (N, G, p, o). G counts the layer's groups; f runs as in the
+        layer's weight.
     """
     if isinstance(layer, nn.Linear):
         x = x.reshape(len(x), -1, x.shape[-1])
         y = y.reshape(len(y), -1, y.shape[-1])
         places = draw(x.shape[1], count, generator).to(x.device)
         return x[:, None, places], y[:, None, places]
+
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
     read = _read(layer, x, torch.unravel_index(places, sides))
@@ -50,6 +53,7 @@ def patches(
     targets = (
         y.flatten(2)[:, :, places.to(y.device)].unflatten(1, (layer.groups, -1)).transpose(2, 3)
     )
+
     return read, targets
 
 
@@ -62,12 +66,15 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
 
 
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """The inputs (N, C, p, taps) of places of the output (indices on the CPU); the padding's zeros
-    are not written.
+    """Return what a convolution reads at some positions of its output, (N, C, p, taps).
+
+    The padding's zeros are read without being written into a padded copy. `at` has the positions'
+    indices along each side, on the CPU.
     """
     maps, padding = own_forwards.input_and_padding(conv, x)
     sides = maps.shape[2:]
     flat = torch.zeros(1, dtype=torch.long)
+
     inside = torch.ones(1, dtype=torch.bool)
     for side, place in enumerate(at):
         tap = torch.arange(conv.kernel_size[side]) * conv.dilation[side]
@@ -75,15 +82,18 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
         index = index + tap.view(-1, *(1,) * (len(at) - 1 - side))
         inside = inside & (index >= 0) & (index < sides[side])
         flat = flat * sides[side] + index.clamp(0, sides[side] - 1)
+
     read = maps.flatten(2)[:, :, flat.flatten(1).to(maps.device)]
     if bool(inside.all()):
         return read
+
     return read * inside.flatten(1).to(read)
 
 
 def draw(places: int, count: int, generator: torch.Generator) -> Tensor:
-    """The numbers of at most `count` of so many places; all of them in order where there are no
-    more.
+    """Return the indices of at most `count` of `places` positions, drawn at random.
+
+    All indices are returned, in order, where there are no more than `count`.
     """
     if places <= count:
         return torch.arange(places)

@@ -1,5 +1,4 @@
-"""Sequential regression: each layer of the converted network is fitted to the source's values, on
-its own inputs.
+"""Sequential regression: each layer of the result is fitted to the source, on its own inputs.
 
 Convolutions, linear maps and per-sample norms are fitted in topological order. The target is the
 source's output of the same layer. The input is what the layers fitted so far make of the same
@@ -96,6 +95,7 @@ def refit(
             for layer in fittable_layers(*(interpreter.traced for interpreter in pair))
             if only(layer[2])
         ]
+
         for number, (theirs, ours, path, module) in enumerate(layers):
             place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
             try:
@@ -112,27 +112,33 @@ def refit(
                     "Check that these are the network's trained weights, and images prepared for it"
                 )
                 raise SourceError(f"{path} cannot be fitted", why, remedy) from None
+
             if progress is not None:
                 progress(number + 1, len(layers))
+
     if before and isinstance(batches, HeldOut):
         keep_share(source, result, before, batches.held)
 
 
 def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, nn.Module]]:
-    """Every layer that can be fitted, in order: its node in the source, in the result, its path and
-    the module.
+    """Return every layer that can be fitted, in the order of the result's forward.
 
-    Layers behind a detector's choice of boxes are left out: each network chooses its own, so their
-    rows do not match.
+    Layers behind a detector's choice of boxes are left out: each network chooses its own boxes, so
+    their rows do not match.
+
+    Returns:
+        For each layer its node in the source, its node in the result, its path and the module.
     """
     boxes = behind_choice(theirs)
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
+
     layers = []
     for node in ours.nodes:
         module = ours.module(node)
         path = str(node.target)
         if module is None or path not in calls or calls[path] in boxes:
             continue
+
         other = theirs.modules[path]
         once = len(ours.calls[id(module)]) == len(theirs.calls[id(other)]) == 1
         if isinstance(module, SiteNorm):
@@ -141,15 +147,15 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
             fitted = once and affine.is_affine(other)
         else:
             fitted = once and fits(module)
+
         if fitted:
             layers.append((calls[path], node, path, module))
+
     return layers
 
 
 def behind_choice(record: Traced) -> set[fx.Node]:
-    """The nodes that depend on non-maximum suppression: values decide which boxes their rows stand
-    for.
-    """
+    """Return the nodes behind non-maximum suppression: values decide what their rows stand for."""
     boxes: set[fx.Node] = set()
     for node in record.nodes:
         if str(node.target).rpartition(".")[2] == "nms" or not boxes.isdisjoint(inputs(node)):
@@ -159,8 +165,11 @@ def behind_choice(record: Traced) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class End:
-    """Where a layer's output x goes: scale * x, a shift, then perhaps a sum with `arms` (source's,
-    result's).
+    """Where a layer's output x goes: into scale * x plus a shift, and then perhaps into a sum.
+
+    Args:
+        scale: The factor of each channel, (C,) or (1,), in float64.
+        arms: The sum's other term, in the source and in the result; empty where there is no sum.
     """
 
     scale: Tensor
@@ -168,12 +177,14 @@ class End:
 
     @classmethod
     def of(cls, interpreters: list[Interpreter], theirs: fx.Node, ours: fx.Node) -> End:
-        """Follow both networks; there are arms only where both end in a sum, whose other arms are
-        computed before.
+        """Follow the layer's output in both networks.
+
+        There are arms only where both outputs end in a sum whose other arm is computed before the
+        layer.
         """
         nodes = (theirs, ours)
         ends = [_follow(each.traced, node) for each, node in zip(interpreters, nodes, strict=True)]
-        arms = tuple(arm for end in ends for arm in end.arms)
+        arms = ends[0].arms + ends[1].arms
         if len(arms) < 2 or any(
             each.index[arm] >= each.index[node]
             for each, arm, node in zip(interpreters, arms, nodes, strict=True)
@@ -183,14 +194,17 @@ class End:
 
     @functools.cached_property
     def alive(self) -> bool:
-        """Whether no channel's scale is 0, so that the target can be divided by it; read from the
-        device once.
+        """Whether no channel's scale is 0, so that a target can be divided by it.
+
+        The answer is read from the device once.
         """
         return not bool((self.scale.abs() < 1e-6).any())
 
     def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
-        """The target for a source value (N, C, ...): plus the difference between the other arms, if
-        it can be.
+        """Return what the layer should give in the result, for the source's value (N, C, ...).
+
+        Where the output ends in a sum, that is the source's value plus the difference of the other
+        arms.
         """
         if not self.arms or not self.alive:
             return source_value
@@ -217,10 +231,13 @@ def _follow(traced: Traced, node: fx.Node) -> End:
             arms or not normalizes(module)
         ):
             break
+
         act = None if module is None else affine.activation(module) or getattr(module, "act", None)
         if act is not None and not isinstance(act, nn.Identity):
             break
+
         node = user
+
     return End(scale, arms)
 
 
@@ -246,13 +263,16 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
     groups = getattr(module, "groups", 1)
     weight = standardized.effective_weight(source).detach()
     units = torch.ones(groups, 1, 1).to(weight)
+
     zero_sum = None
     if factors is not None:
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
+
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
     count = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
     folds = Folds(biased=module.bias is not None)
+
     generator = torch.Generator().manual_seed(place.seed)
     for theirs, ours, their_input, our_input in place.batches():
         source_value = theirs[place.theirs.name] = source(their_input)
@@ -260,6 +280,7 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
             module, our_input, place.end.target(theirs, ours, source_value), count, generator
         )
         folds.add(x if factors is None else x / units, y)
+
     fit = regress(folds, prior, zero_sum=zero_sum)
     standardized.set_effective_weight(module, (fit.weight / units).reshape(weight.shape))
     if module.bias is not None:
@@ -267,19 +288,19 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
 
 
 def rows_needed(fan: int) -> int:
-    """How many rows, from all images together, a layer with `fan` numbers in its patch is fitted
-    to.
-    """
+    """Return how many rows, from all images together, fit a layer whose patch has `fan` numbers."""
     plenty = max(LEAST_ROWS, ENOUGH_FOR_EACH * fan)
     return max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))
 
 
 def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
-    """Set gamma and beta per channel by the least-squares line from the normalized input to the
-    source's output.
+    """Set gamma and beta per channel by a least-squares line.
+
+    The line goes from the normalized input to the output of the source's layer.
     """
     s, t = affine.read_map(source)
     generator = torch.Generator().manual_seed(place.seed)
+
     line = ChannelLine(len(s), s.device)
     for theirs, ours, before, after in place.batches():
         at = draw(math.prod(after.shape[2:]), PLACES, generator).to(after.device)
@@ -291,23 +312,27 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
             their_arm, our_arm = place.end.arms
             y = y + columns(theirs[their_arm.name], at) - columns(ours[our_arm.name], at)
         line.add(x, y)
+
     gamma, beta = line.fitted()
     module.weight.copy_(gamma)
     module.bias.copy_(beta)
 
 
 def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
-    """Set a BatchNorm to what a per-sample norm does on average: statistics of its input, gamma and
-    beta by a line.
+    """Set a BatchNorm to what a per-sample norm does on average.
+
+    The running statistics are those of its input; gamma and beta come from a least-squares line.
     """
     plain = copy.deepcopy(source).eval()
     for name in ("act", "drop"):
         if isinstance(getattr(plain, name, None), nn.Module):
             setattr(plain, name, nn.Identity())
+
     line = ChannelLine(module.num_features, module.weight.device)
     for _, _, their_input, our_input in place.batches():
         rows = (our_input, plain(their_input.clone()))
         line.add(*(value.double().transpose(0, 1).flatten(1) for value in rows))
+
     mean, variance = line.moments()
     slope, offset = line.fitted()
     module.running_mean.copy_(mean)
@@ -325,13 +350,20 @@ def values_of(model: nn.Module) -> Values:
 def keep_share(
     source: nn.Module, result: nn.Module, before: Values, held: Sequence[Example]
 ) -> float:
-    """Set `result`, in place, to the share of its fit whose answers to `held` are nearest to the
-    source's.
+    """Keep the share of a fit whose answers to held-out images are nearest to the source's.
 
-    `before` has its values without the fit. Returns the share; 1 where no images are held out.
+    Args:
+        source: The network whose answers are right.
+        result: The fitted network, which is set in place.
+        before: The result's tensors without the fit.
+        held: Calls with images that nothing was fitted to.
+
+    Returns:
+        The share that was kept: 1 where no images are held out.
     """
     if not held:
         return 1.0
+
     fitted = values_of(result)
     losses: dict[float, float] = {}
     with undisturbed(source), evaluating(result):
@@ -341,6 +373,7 @@ def keep_share(
             losses[share] = sum(
                 _loss(answer, result, each) for answer, each in zip(answers, held, strict=True)
             )
+
     best = min(SHARES, key=losses.__getitem__)
     _set(result, before, fitted, best)
     return best
@@ -348,13 +381,14 @@ def keep_share(
 
 def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None:
     for name, tensor in model.state_dict().items():
-        value = fitted[name] if share else before[name]
-        if 0 < share < 1 and tensor.is_floating_point():
-            # Interpolating between equal infinities gives NaN.
-            value = torch.where(
-                before[name] == value, value, torch.lerp(before[name], value, share)
-            )
-        tensor.copy_(value)
+        if share in (0, 1) or not tensor.is_floating_point():
+            tensor.copy_(fitted[name] if share else before[name])
+            continue
+
+        # Interpolating between equal infinities gives NaN, so equal values are kept.
+        mixed = torch.lerp(before[name], fitted[name], share)
+        unchanged = before[name] == fitted[name]
+        tensor.copy_(torch.where(unchanged, before[name], mixed))
 
 
 def _loss(expected: Values, result: nn.Module, example: Example) -> float:

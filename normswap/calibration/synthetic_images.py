@@ -54,11 +54,21 @@ def make(
     seed: int,
     progress: Progress | None = None,
 ) -> list[Tensor]:
-    """Batches of images of `size` (C, H, W), or of signals or clips, on the network's device and in
-    its dtype.
+    """Make batches of images on which each BatchNorm sees its running mean and variance.
 
-    Raises OptionError: no norm keeps statistics, or the network takes more than images;
-    SourceError: it has no gradients, or its numbers overflow.
+    Args:
+        model: The network whose statistics are matched; nothing in it is changed.
+        form: A call whose images are replaced by the made ones.
+        size: The size of an image (C, H, W), of a signal (C, L) or of a clip (C, T, H, W).
+        seed: Decides the noise from which the images are made.
+        progress: Called with the number of steps that are done, and of all of them.
+
+    Returns:
+        Batches on the network's device and in its dtype.
+
+    Raises:
+        OptionError: No norm keeps statistics, or the network takes more than images.
+        SourceError: The network has no gradients, or its numbers overflow.
     """
     remedy = f"Give {spelled('calibrate', metavar='DATA')} (images, no labels needed)"
     norms = [
@@ -73,12 +83,15 @@ def make(
             "synthetic images cannot be made", "the network takes more than images, or none", remedy
         )
     like = anchor(model)
+
     batches: list[Tensor] = []
+
     total = COUNT // BATCH
     for i in range(total):
         generator = torch.Generator().manual_seed(seed * total + i)
         white = torch.randn(BATCH, *size, generator=generator).to(like.device).requires_grad_()
         level = 1 / coloured(white.detach()).std()
+
         optimizer = torch.optim.Adam([white], lr=RATE)
         with (
             undisturbed(model),
@@ -92,21 +105,27 @@ def make(
                     form.of((coloured(white) * level).to(like)).call(model)
                     loss = torch.stack(distances).mean()
                     (white.grad,) = torch.autograd.grad(loss, white)
+
                 if not bool(torch.isfinite(loss)):
                     raise SourceError(
                         "synthetic images cannot be made", "the network's numbers overflow", remedy
                     )
+
                 optimizer.step()
                 if progress is not None:
                     progress(i * STEPS + step + 1, total * STEPS)
+
         batches.append((coloured(white.detach()) * level).to(like))
+
     return batches
 
 
 @contextmanager
 def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """In a run each norm appends the mean squared errors of its input's mean and deviation, in
-    running deviations.
+    """Collect how far each norm's input is from its running statistics, while the network runs.
+
+    Each norm appends the mean squared errors of its input's mean and deviation, in units of the
+    running deviation.
     """
     distances: list[Tensor] = []
 
@@ -123,8 +142,9 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def coloured(noise: Tensor) -> Tensor:
-    """White noise (N, C, H, W), or (N, C, ...), with the spectrum of natural images, up to a
-    factor; differentiable.
+    """Return white noise (N, C, ...) with the spectrum of natural images, up to a factor.
+
+    The result is differentiable with respect to the noise.
     """
     sides = noise.shape[2:]
     places = tuple(range(2, noise.ndim))
@@ -143,8 +163,9 @@ def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
 
 
 def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Dead leaves of unit variance; contrast, colours and a grain of noise are drawn for each
-    image.
+    """Return `count` images of dead leaves with unit variance.
+
+    Contrast, colours and a grain of noise are drawn for each image.
     """
     generator = torch.Generator().manual_seed(seed)
     channels, *sides = size

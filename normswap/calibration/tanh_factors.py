@@ -33,10 +33,10 @@ NORMAL = 2**14
 def choose_factors(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Set each channel's factor, in place, in both networks; the target keeps its function
-    (`dyt.fitting_target`).
+    """Set the factor of each channel before a tanh, in place, in both networks.
 
-    The target has no tanh. Images of dead leaves are used where the user's give too few values.
+    The target (`dyt.fitting_target`) has no tanh and computes the same function before and after.
+    Images of dead leaves are used where the user's images give too few values.
     """
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
     alphas = {edit.path: edit.args["alpha"] for edit in step.edits if edit.layer == "DynamicTanh"}
@@ -70,8 +70,9 @@ def choose_factors(
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:
-    """The factors (C,) for values x (C, n) and alpha, in quarters of an octave; 1 where values are
-    not finite.
+    """Return the factor (C,) of each channel for values x (C, n), in quarters of an octave.
+
+    A channel with values that are not finite gets the factor 1.
     """
     quantiles = torch.special.ndtri((torch.arange(NORMAL) + 0.5) / NORMAL)[None]
     most = lost(quantiles, torch.tensor([alpha]))

@@ -1,5 +1,4 @@
-"""Fits of filters that must sum to zero: channels are rescaled first, so that removing the sums
-costs little.
+"""Rescale channels before filters lose their sums, so that the loss costs least.
 
 A filter loses its sum s. Of all corrections with sum -s, the best one costs s^2 / (1' C^-1 1), C
 the covariance of what the filter reads. Channels may be scaled by f > 0 where a factor passes
@@ -79,24 +78,29 @@ def rescale(
     zero_sum: Which,
     only: Part = lambda path: True,
 ) -> dict[str, Tensor]:
-    """Scale channels of both networks, in place, for layers `zero_sum`; the target keeps its
-    function.
+    """Scale channels of both networks, in place, for the layers whose filters must sum to zero.
 
-    Returns the factors (I,) of each layer's input channels, by path.
+    The target computes the same function before and after.
+
+    Returns:
+        The factors (I,) of each layer's input channels, by path.
     """
     examples = list(first_images(target, batches, MOST))
     if sum(example.count for example in examples) < ENOUGH:
         return {}
+
     anatomy = inspection.inspect(target, examples[0].first(2))
     outside = frozenset(path for path in anatomy.traced.modules if not only(path))
     channels = Channels(PlanBuilder(replace(anatomy, outside=outside)))
     losing = [
         reach for reach in channels.layers if zero_sum(reach.path, result.get_submodule(reach.path))
     ]
+
     try:
         best = factors(_losses(target, losing, examples), channels.count)
     except torch.linalg.LinAlgError:
         return {}
+
     for network in (target, result):
         scale(network, channels, best)
     return {reach.path: best[reach.reads] for reach in losing}
@@ -145,6 +149,7 @@ def factors(losses: list[Loss], count: int) -> Tensor:
             with torch.no_grad():
                 logs.clamp_(-FARTHEST, FARTHEST)
                 logs[FIXED] = 0
+
     return logs.detach().exp()
 
 
@@ -154,9 +159,11 @@ def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> l
     handles = (
         model.get_submodule(path).register_forward_hook(each.look) for path, each in moments.items()
     )
+
     with evaluating(model), hooked(handles):
         for example in examples:
             run(model, example)
+
     convolutions = (cast(_ConvNd, model.get_submodule(reach.path)) for reach in layers)
     return [
         moments.pop(reach.path).loss(conv, reach.reads)
@@ -202,4 +209,5 @@ class _Moments:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(spread))
         lost = (sums.transpose(1, 2) @ sums).float().cpu()
         inverse = inverse.float().cpu()
+
         return Loss(reads, lost, inverse, float(variance) + 1e-30)

@@ -1,8 +1,7 @@
-"""The schemes: every file plans one or a few; `catalogue.py` lists them; `normswap.register_scheme`
-adds more.
+"""The schemes: each file plans one or a few of them, and `catalogue.py` lists them all.
 
 A scheme is a function `plan(anatomy, *, options) -> PlanBuilder`, perhaps a `fit`, and its record
-in the catalogue.
+in the catalogue. `normswap.register_scheme` adds one from outside.
 """
 
 import inspect
@@ -28,12 +27,19 @@ _registered: dict[str, Scheme] = {}
 
 
 def register_scheme(name: str, scheme: Scheme) -> Scheme:
-    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`. Returns it,
-    under its name.
+    """Add a target of your own, for `normswap.convert(model, to=name)` and `--to name`.
 
     An installed package names the module that does this among its entry points `normswap.schemes`.
 
-    Raises OptionError: there is a scheme of that name, or it is none.
+    Args:
+        name: The word by which the target is asked for.
+        scheme: The record of the target; see `Scheme`.
+
+    Returns:
+        The record, under its name.
+
+    Raises:
+        OptionError: There is a scheme of that name, or `scheme` is no record of one.
     """
     if not isinstance(scheme, Scheme):
         raise OptionError(
@@ -41,6 +47,7 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
         )
     if name in {*TARGETS, *PURPOSES, *STEPS, *_registered, "unfold"}:
         raise OptionError(f"there is a scheme '{name}' already", remedy="Give yours another name")
+
     keywords = [
         p for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY
     ]
@@ -52,6 +59,7 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
     _registered[name] = replace(
         scheme, name=name, options=scheme.options or options, summary=summary
     )
+
     return _registered[name]
 
 

@@ -1,9 +1,8 @@
-"""Dynamic Tanh in place of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha a layer; no
-statistics.
+"""Dynamic Tanh in place of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha per layer.
 
 The convolution before absorbs the BatchNorm's mean and deviation, so that one alpha fits all
-channels; in pre-activation networks a scale and shift in front does. `dynamic_tanh` has the formula
-of gamma', `tanh_factors` the factors of channels with long tails.
+channels. In pre-activation networks a scale and shift in front does that. `dynamic_tanh` has the
+formula of gamma', `tanh_factors` the factors of channels with long tails.
 """
 
 from normswap.calibration.sequential_fit import refit
@@ -30,15 +29,15 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
             builder.replacements[conv] = Edit(conv, Whitened.__name__, {}, (path,))
         builder.replace(path, DynamicTanh.__name__, **args)
         builder.settle(path, Outcome("became Dynamic Tanh", sentence))
+
     return builder
 
 
 def fit(task: FitTask) -> None:
-    """Choose the channels' factors; with images, then fit convolutions, gamma and beta, layer by
-    layer.
-    """
+    """Choose the factors of the channels; with images, fit convolutions, gamma and beta as well."""
     target = task.after(fitting_target(task.step))
     choose_factors(target, task.result, task.step, task.example, task.batches or ())
+
     if task.batches is not None:
         refit(
             target,

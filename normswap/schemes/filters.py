@@ -32,36 +32,42 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBu
 def plan_centered_weightnorm(
     anatomy: Anatomy, *, mean: str, stem: str, depthwise: str
 ) -> PlanBuilder:
-    """Plan standardized filters for every convolution: W = g (v - mean v) / |v - mean v|, up to
-    sqrt(fan-in) in g.
+    """Plan standardized filters for every convolution: W = g (v - mean v) / |v - mean v|.
+
+    The factor g holds the filter's norm, up to the square root of its fan-in.
     """
     return standardize(fold_norms(anatomy), mean=mean, stem=stem, depthwise=depthwise)
 
 
 def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
-    """Let every convolution of the builder, but those of gates and the classifier, have
-    standardized filters.
+    """Give every convolution standardized filters, but those of gates and the classifier.
 
     Args:
-        mean: `keep` or `fit` the filters' means.
-        stem: those of the first convolution, which carry the image's brightness and colour.
-        depthwise: those of filters that read one channel, and alone carry its mean.
+        builder: The plan in the making.
+        mean: What happens to the mean of a filter: `keep` adds it as a number that learns, `fit`
+            drops it and fits the filters again.
+        stem: The same for the first convolution, whose means carry brightness and colour.
+        depthwise: The same for filters that read one channel, and alone carry its mean.
     """
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
+
     convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}
     for node in anatomy.traced.nodes:
         module = anatomy.traced.module(node)
         if isinstance(module, reparametrized.CONVOLUTIONS):
             convolutions.setdefault(id(module), (str(node.target), module))
+
     for i, (path, module) in enumerate(convolutions.values()):
         if not anatomy.takes_part(path) or path.startswith(gates) or path == anatomy.classifier:
             continue
+
         try:
             padding = _padding(builder, path, module)
         except NotFoldable as why:
             builder.notes.append(f"{path} is not standardized: {why}")
             continue
+
         is_kept = (i == 0 and stem == "keep") or (
             own_forwards.is_depthwise(module) and depthwise == "keep"
         )
@@ -70,6 +76,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         linear.extra = {"mean": is_kept or mean == "keep"}
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
+
     if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):
         only = "gates, the classifier and filters of one number are left alone"
         raise RefusedError(
@@ -77,6 +84,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
             only,
             f"`{spelled('to', 'folded')}` works on any network",
         )
+
     return builder
 
 
@@ -84,30 +92,32 @@ def _padding(
     builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd
 ) -> str | tuple[int, ...]:
     check_linear(builder, path, conv)
+
     if reparametrized.keeps_input_bias(conv):
         raise NotFoldable("its scalar input bias cannot pass the padding")
     if conv.weight[0].numel() < 2 or conv.padding_mode != "zeros":
         raise NotFoldable("filters of one number, or padding that is not zeros")
+
     same = issubclass(reparametrized.plain_class(conv), Conv2dSame)
     padding: str | tuple[int, ...] | None = conv.padding
     if not same:
         padding = own_forwards.even_padding(conv)
     if padding is None:
         raise NotFoldable("it pads one end more than the other")
+
     return padding
 
 
 def plan_weightnorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan W = g v / |v| for every linear layer, g the filter's norm; a filter of 0 keeps a
-    direction.
+    """Plan W = g v / |v| for every linear layer, where g is the filter's norm.
+
+    A filter of zeros keeps a direction v, and gets g = 0.
     """
     return reparametrize(anatomy, "WeightNorm")
 
 
 def plan_spectralnorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a spectral norm for every linear layer: W = alpha V / sigma(V), and alpha starts as
-    sigma(W).
-    """
+    """Plan a spectral norm for every linear layer: W = alpha V / sigma(V), alpha = sigma(W)."""
     return reparametrize(anatomy, "SpectralNorm")
 
 
@@ -115,6 +125,7 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
     """Fold the network, and give every linear layer whose weight can be replaced that `layer`."""
     builder = fold_norms(anatomy)
     modules = anatomy.traced.modules
+
     count = 0
     for path in linear_paths(anatomy):
         try:
@@ -126,15 +137,15 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
         else:
             builder.linear(path).layer = layer
             count += 1
+
     if not count:
         raise RefusedError("the network has no convolution or linear layer that could be changed")
+
     return builder
 
 
 def fit(task: FitTask) -> None:
-    """Fit the zero-sum filters to the same network with all means, which computes what the source
-    does.
-    """
+    """Fit the zero-sum filters to a network that keeps all means and equals the source."""
     assert task.batches is not None
     edits = task.step.edits
     edits = tuple(

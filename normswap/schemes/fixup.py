@@ -1,9 +1,8 @@
-"""Fixup: y = skip + alpha f(x) with alpha = 1, and a scalar bias, 0, before every layer and
-activation; no norm.
+"""Fixup: y = skip + alpha f(x) with alpha = 1, and a scalar bias of 0 before every layer; no norm.
 
 `--init fixup` applies the paper's reset, which is not exact: the last convolution of each branch
 and the classifier are 0, and the other convolutions of a branch with m of them are scaled by
-L^(-1/(2m-2)), L the number of residual blocks.
+L^(-1/(2m-2)), where L is the number of residual blocks.
 """
 
 from torch import fx, nn
@@ -20,15 +19,20 @@ from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
-    """Fold; put multipliers (1) at the branches' ends and biases (0) before layers; `init="fixup"`
-    resets weights.
+    """Plan no norms, but multipliers of 1 at the branches' ends and biases of 0 before the layers.
+
+    Args:
+        anatomy: The recorded network.
+        init: `keep` keeps the weights; `fixup` resets them as the paper does.
     """
     check_blocks(anatomy)
+
     builder = fold_norms(anatomy)
     if init == "fixup":
         _reset(builder)
     _shift_layers(builder)
     _place_scales(builder)
+
     for path, module in anatomy.traced.modules.items():
         if (
             builder.is_removed(path, module)
@@ -36,6 +40,7 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
             and _before_activation(builder, module)
         ):
             builder.replace(path, "ScalarBias")
+
     return builder
 
 
@@ -51,8 +56,9 @@ def _place_scales(builder: PlanBuilder) -> None:
 
 
 def _shift_layers(builder: PlanBuilder) -> None:
-    """Plan a bias before each layer. It comes first, so that a layer that ends a branch absorbs the
-    branch's scalar.
+    """Plan a bias before each layer.
+
+    The biases are planned first, so that a layer that ends a branch absorbs the branch's scalar.
     """
     modules = builder.traced.modules
     for path in linear_paths(builder.anatomy):
@@ -62,6 +68,7 @@ def _shift_layers(builder: PlanBuilder) -> None:
         except NotFoldable as why:
             builder.notes.append(f"{path} gets no bias before it: {why}")
             continue
+
         if kind not in reparametrized.SHIFTED and not isinstance(
             modules[path], reparametrized.InputBiased
         ):
@@ -80,11 +87,15 @@ def linear_paths(anatomy: Anatomy) -> list[str]:
 
 
 def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
-    """Whether only activations read the module, perhaps through identities (timm's `drop_block`)."""
+    """Whether only activations read the module, directly or through identities."""
     if affine.activation(module) is not None:
         return True
     calls = builder.traced.calls.get(id(module), ())
-    ahead = [node for call in calls for node in readers(builder, call, builder.is_identity)]
+    ahead: list[fx.Node] = []
+    for call in calls:
+        # timm's `drop_block` is an identity between them.
+        ahead += readers(builder, call, builder.is_identity)
+
     final = [node for node in ahead if not builder.is_identity(node)]
     return bool(final) and all(map(NodeReader(builder.traced).is_activation, final))
 
@@ -103,6 +114,7 @@ def _reset(builder: PlanBuilder) -> None:
         for path in convs:
             if path != last:
                 builder.linear(path).gain *= len(anatomy.blocks) ** (-1 / (2 * len(convs) - 2))
+
     if anatomy.classifier and anatomy.takes_part(anatomy.classifier):
         builder.linear(anatomy.classifier).gain = 0.0
 

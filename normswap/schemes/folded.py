@@ -1,10 +1,9 @@
-"""The canonical form: convolutions with bias, activations and sums; no statistics, no scalars. For
-fast inference.
+"""The canonical form, for fast inference: convolutions with bias, activations and sums.
 
 W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s
-(`folding.canonical_form`). Of LayerNorms the standardization stays. Parallel branches that are
-summed become one convolution (`layers.merged`; Ding et al. 2021, arXiv:2101.03697, section 3.3); a
-scale per channel is one tap.
+(`folding.canonical_form`). LayerNorms keep their standardization, and lose scale and shift.
+Parallel branches that are summed become one convolution, in which a scale per channel is one tap
+(`layers.merged`; Ding et al. 2021, arXiv:2101.03697, section 3.3).
 """
 
 from normswap.folding import branches, norm_affine
@@ -34,12 +33,14 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
 def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
     reads = list(merge.others)
     takes = [Absorption(AbsorbMode.SUM)] * len(merge.others)
+
     args: Body = {}
     if merge.after is not None:
         reads = [*reads, merge.after]
         takes = [*takes, Absorption(AbsorbMode.AFTER)]
         args["skips"] = merge.skips
         builder.remove(merge.after)
+
     modules = builder.traced.modules
     builder.replacements[merge.main] = Edit(merge.main, "Merged", args, tuple(reads), tuple(takes))
     for path in merge.others:
@@ -47,6 +48,7 @@ def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
     merged = Outcome(
         "merged with branches", f"merges into {merge.main}, with the branches beside it"
     )
+
     for path in reads:
         if affine.is_affine(modules[path]):
             builder.settle(path, merged)

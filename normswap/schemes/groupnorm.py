@@ -1,5 +1,4 @@
-"""GroupNorm in place of every BatchNorm, its gamma and beta set so that an average sample sees the
-BatchNorm.
+"""GroupNorm in place of every BatchNorm, with gamma and beta that suit an average sample.
 
 `layers.per_sample` has the formulas. By default eps is 9 times the mean variance
 (`--relative-eps`), so nine tenths of variance + eps are the same for every sample.
@@ -21,15 +20,14 @@ from normswap.schemes.scheme import FitTask
 
 
 def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
-    """Plan a GroupNorm of one group, LayerNorm over all channels and positions, in place of every
-    BatchNorm.
-    """
+    """Plan a GroupNorm of one group for every BatchNorm: LayerNorm over channels and positions."""
     return plan(anatomy, groups=1, group_size=0, relative_eps=relative_eps)
 
 
 def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm per channel and sample, which erases each channel's mean and size; one element is
-    refused.
+    """Plan a norm per channel and sample in place of every BatchNorm.
+
+    It erases the mean and the size of each channel, so a channel of one element is refused.
     """
     return plan(anatomy, channelwise=True, groups=0, group_size=1, relative_eps=0.0)
 
@@ -38,8 +36,10 @@ def fit(task: FitTask) -> None:
     """Choose the rescaling before each norm; with images, then fit layer by layer."""
     if not rescalable(task.step) and task.batches is None:
         return
+
     target = task.after(fitting_target(task.step))
     choose_rescaling(target, task.result, task.step, task.example, task.batches or ())
+
     if task.batches is not None:
         refit(
             target,
@@ -81,12 +81,15 @@ def plan(
         else:
             number = max(channels // group_size, 1) if group_size else groups
             counts[path] = channels if channelwise else _count(builder, path, channels, number)
+
     if builder.refusals:
         return builder
+
     large_eps: dict[str, float] = {}
     if relative_eps:
         grouped = [path for path in counts if counts[path] < affine.channels(norms[path])]
         large_eps = {path: absolute_eps(norms[path], relative_eps) for path in grouped}
+
     for path, count in counts.items():
         channels = affine.channels(norms[path])
         args: Body = {"groups": count}
@@ -94,6 +97,7 @@ def plan(
             f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count}"
             " channels"
         )
+
         if path in large_eps:
             args["eps"] = large_eps[path]
             conv = conv_before(builder, norms[path])
@@ -102,8 +106,10 @@ def plan(
                 sentence += ", behind a scale and shift"
             else:
                 builder.replacements[conv] = Edit(conv, "Rescaled", {"groups": count}, (path,))
+
         builder.replace(path, "GroupNorm", **args)
         builder.settle(path, Outcome("became GroupNorm", sentence))
+
     if large_eps:
         share = relative_eps / (1 + relative_eps)
         what = (
@@ -113,6 +119,7 @@ def plan(
         builder.notes.append(
             f"{what}; `{spelled('relative_eps', 0)}` is the plain norm, which keeps less"
         )
+
     return builder
 
 
@@ -128,6 +135,7 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
         builder.notes.append(
             f"{path}: {count} groups, the divisor of its {channels} channels nearest to {groups}"
         )
+
     return count
 
 

@@ -1,10 +1,9 @@
-"""`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer at every place where a BatchNorm stands,
-or stood.
+"""`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer wherever a BatchNorm stands, or stood.
 
-In the place of a norm that was folded back is its output: mean = beta, variance = gamma^2 var /
-(var + eps). In the place of one that was folded forward, or left a shift or an affine map, is its
-input, with its running statistics. The new layer computes what stands there now (Ioffe & Szegedy
-2015, section 3: the transform can be the identity).
+The new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be
+the identity). Where a norm was folded back, its output stands there: mean = beta, variance =
+gamma^2 var / (var + eps). Where a norm was folded forward, or left a shift or an affine map, its
+input stands there, with its running statistics.
 """
 
 import math
@@ -48,8 +47,9 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
 
 
 def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm of constants wherever one stands or stood: `FrozenBatchNorm2d`, or timm's with an
-    activation.
+    """Plan a norm of constants wherever one stands or stood.
+
+    It is a `FrozenBatchNorm2d`, or timm's class where the norm has an activation.
     """
 
     def freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -63,7 +63,7 @@ def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_affine(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a scale and a shift, which learn, in place of every norm: what it computes in eval mode."""
+    """Plan a learnable scale and shift in place of every norm: what it computes in eval mode."""
 
     def keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
         builder.replace(path, ChannelAffine.__name__)
@@ -73,8 +73,7 @@ def plan_affine(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_tune(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a live gamma that scales the weight of every convolution before a norm, made anew at
-    each step.
+    """Plan a live gamma for every convolution before a norm, which scales its weight at each step.
 
     W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean). A norm that
     no plain 2-D convolution can absorb keeps frozen statistics in its place, and learns gamma and
@@ -115,6 +114,7 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
     for conv, linear in fold_norms(anatomy).linears.items():
         after = [read for read, absorption in linear.reads if absorption.way is AbsorbMode.AFTER]
         absorbed[conv] = [read for read in after if affine.is_batchnorm(modules[read])]
+
     for edit in (edit for step in anatomy.provenance.plan.steps for edit in step.edits):
         after = [
             read
@@ -125,10 +125,12 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
         absorbed.setdefault(edit.path, []).extend(
             path for path in lost if path not in absorbed.get(edit.path, ())
         )
+
     convolutions: dict[str, list[str]] = {}
     for conv, paths in absorbed.items():
         if len(paths) == 1 and conv in modules:
             convolutions.setdefault(paths[0], []).append(conv)
+
     return {path: convs[0] for path, convs in convolutions.items() if len(convs) == 1}
 
 
@@ -136,8 +138,13 @@ Wish = Callable[[PlanBuilder, str, nn.Module], None]
 
 
 def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
-    """Fold all but the BatchNorms, call `keep` for each of those, and put a `layer` wherever one
-    was lost.
+    """Plan a layer at every place that has, or had, a norm.
+
+    Args:
+        anatomy: The recorded network. Everything but its BatchNorms is folded.
+        layer: The class of the new layer, by name.
+        keep: Called for each BatchNorm that still stands, with the plan, its path and the module.
+        args: Arguments of the new layer.
     """
     modules = anatomy.traced.modules
     norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
@@ -152,17 +159,20 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
     builder = fold_norms(
         anatomy, leave=[*living, *(path for path in now if _stands_for_a_norm(modules.get(path)))]
     )
+
     refusals = {id(read.module): read.refusal for read in anatomy.maps}
     for path in living:
         if why := refusals[id(modules[path])]:
             builder.refusals[path] = why
         else:
             keep(builder, path, modules[path])
+
     if not living and not lost:
         require_no_tokenwise_norms(anatomy, "no statistics are known")
         why = "the network has no BatchNorm, and was not converted from one that had"
         measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
         raise RefusedError("no statistics are known", why, f"{measuring} measures some, on images")
+
     for path in lost:
         _restore(builder, path, layer, {**args, **_settings(anatomy, path)})
     return builder
@@ -183,16 +193,19 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
     if old is None or (id(old) not in builder.traced.calls and not isinstance(old, Vacant)):
         builder.notes.append(f"{path}: there is no place for its norm any more")
         return
+
     removed = builder.is_removed(path, old)
     if not removed and not _stands_for_a_norm(old):
         builder.notes.append(
             f"{path} stays a {type(old).__name__}: {builder.outcomes.get(path, 'it is in use')}"
         )
         return
+
     if affine.holds_statistics(old) and not removed:
         builder.replace(path, layer, **args)
         builder.settle(path, KEEPS_STATISTICS)
         return
+
     mean, std = moments(builder.anatomy, original, at_input=not removed)
     builder.replace(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
     builder.settle(
@@ -212,11 +225,14 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
     absorbed = (absorption for edit in edits for read, absorption in edit.absorbed if read == path)
     if at_input or any(absorption.way is AbsorbMode.BEFORE for absorption in absorbed):
         return mean, var.sqrt()
+
     kept_moments = anatomy.kept_moments(path)
     assert kept_moments is not None
+
     beta, deviation = kept_moments
     if f"{path}.output_std" not in record.norms:
         deviation = deviation * (var / (var + record.norms[f"{path}.eps"])).sqrt()
+
     return beta, deviation
 
 

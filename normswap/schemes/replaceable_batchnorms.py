@@ -18,21 +18,33 @@ from normswap.plan import Step
 def replaceable_batchnorms(
     anatomy: Anatomy, replacement: str
 ) -> tuple[PlanBuilder, dict[str, nn.Module]]:
-    """The builder of a plan that folds all but the BatchNorms, and the BatchNorms that can be
-    replaced, by path.
+    """Start a plan that folds everything but the BatchNorms, and list those that can be replaced.
+
+    Args:
+        anatomy: The recorded network.
+        replacement: What will stand in their place, for the refusal's sentence.
+
+    Returns:
+        The plan in the making, and the BatchNorms by path, each under the first of its paths.
+
+    Raises:
+        RefusedError: The network has no BatchNorm.
     """
     traced = anatomy.traced
     norms = {path: module for path, module in traced.modules.items() if affine.is_batchnorm(module)}
+
     norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
     if not norms:
         lacking = f"no BatchNorm to replace by a {replacement}"
         require_no_tokenwise_norms(anatomy, lacking)
         ways = f"`{spelled('to', 'unfold')}` or `{spelled('to', 'batchnorm')}`"
         raise RefusedError(lacking, "", f"Where BatchNorm was folded away, {ways} brings it back")
+
     builder = fold_norms(anatomy, leave=norms)
     once = {
         id(module): path for path, module in reversed(norms.items()) if id(module) in traced.calls
     }
+
     replaceable: dict[str, nn.Module] = {}
     for path, module in norms.items():
         if once.get(id(module)) != path:
@@ -41,6 +53,7 @@ def replaceable_batchnorms(
             builder.refusals[path] = why
         else:
             replaceable[path] = module
+
     return builder, replaceable
 
 
@@ -60,11 +73,13 @@ def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
 def readers(
     builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]
 ) -> Iterator[fx.Node]:
-    """The nodes that read the value of `node`, directly or through nodes that pass it on, each
-    once.
+    """Return the nodes that read the value of `node`, each once.
+
+    A node for which `passes` is true hands the value on, so its readers are asked instead.
     """
     users = builder.traced.users
     met: set[fx.Node] = set()
+
     ahead = [*users[node]]
     while ahead:
         reader = ahead.pop()

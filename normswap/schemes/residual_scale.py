@@ -1,12 +1,11 @@
-"""Residual scaling: y = a x + b f(x) with fixed a and b per block, by a published rule; no
-normalization.
+"""Residual scaling: y = a x + b f(x), with a and b fixed per block by a published rule; no norm.
 
 Any such sequence is a rescaling: with x~ = g x, the first convolutions of f are divided by g and
-the last is multiplied by a g / b, so the function is kept. b sits at the end of the branch. a needs
-a module on the sum: a ReLU module after it, where relu(a z) = a relu(z). Without one
-(pre-activation networks) the branches, which write to the stream, hold it
-instead, and the skip keeps factor 1: with the stream divided by a_1 ... a_l, block l adds b / (a_1
-... a_l) f(x).
+the last is multiplied by a g / b, so the function is kept. The factor b sits at the end of the
+branch. The factor a needs a module on the sum: a ReLU module after it, where relu(a z) = a relu(z).
+Without one (pre-activation networks) the branches, which write to the stream, hold it instead, and
+the skip keeps factor 1: with the stream divided by a_1 ... a_l, block l adds
+b / (a_1 ... a_l) f(x).
 """
 
 import math
@@ -41,10 +40,12 @@ LARGEST = 2.0**15
 def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
     """Fold, then give block l its (a, b)."""
     check_blocks(anatomy)
+
     depth = len(anatomy.blocks)
     factors = [RULES[rule](block, depth) for block in range(1, depth + 1)]
     builder = fold_norms(anatomy)
     scalars: list[tuple[str, float]] = []
+
     # What the stream is divided by at each sum.
     owed: dict[fx.Node, float] = {}
     for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
@@ -55,9 +56,11 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
                 scalars += _scale(builder, block, a, b, owed)
         except NotFoldable as why:
             builder.refusals[block.path] = str(why)
+
     if not builder.refusals:
         for path, value in scalars:
             place_scale(builder, path, value, False, layer="FixedScale")
+
     return builder
 
 
@@ -68,12 +71,15 @@ def _scale(
     modules = builder.traced.modules
     if block.tail is None:
         raise NotFoldable(no_tail(builder.anatomy, block))
+
     tail = modules[block.tail]
     if scales_branch(tail) and tail.bias is not None and block.tail not in builder.replacements:
         raise NotFoldable(f"it has a scalar that {builder.outcomes.get(block.tail, 'stays')}")
+
     if a == 1:
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]
+
     after_sum = _after_sum(builder, block)
     if after_sum is None:
         owed[block.total] = a * _owed_before(builder, block, owed)
@@ -84,9 +90,11 @@ def _scale(
             )
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(block.tail, b)]
+
     act, path = after_sum
     enlarge(builder, block.branch, a / b, {block.total})
     enlarge(builder, act, 1 / a, set(builder.traced.users[act]))
+
     return [(block.tail, b / a), (path, a)]
 
 
@@ -101,16 +109,19 @@ def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float])
 
 
 def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
-    """The activation after the sum, and the path for a factor of its output; None where no module
-    can hold one.
+    """Return the activation after a block's sum, and the path for a factor of its output.
+
+    Both are None where no module can hold the factor.
     """
     traced = builder.traced
     users = traced.users[block.total]
+
     module = traced.module(users[0]) if len(users) == 1 else None
     if module is None or not is_homogeneous(module) or len(traced.calls[id(module)]) > 1:
         if block.order == "post" and not propagates_scale(builder, users[0]):
             raise NotFoldable("a factor of the sum cannot pass the activation that follows")
         return None
+
     after = traced.users[users[0]]
     removed = (
         len(after) == 1
@@ -119,4 +130,5 @@ def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None
     )
     if removed:
         return users[0], str(after[0].target)
+
     return users[0], str(users[0].target)

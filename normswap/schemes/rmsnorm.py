@@ -27,9 +27,11 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
         for path, m in norm_affine.foldable_norms(anatomy).items()
         if isinstance(m, nn.LayerNorm)
     }
+
     if not norms:
         remedy = f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
         raise RefusedError("the network has no LayerNorm", remedy=remedy)
+
     builder = fold_norms(anatomy, leave=[norm.path for norm in anatomy.norms])
     streams: list[residual_stream.Stream] = []
     for path, norm in norms.items():
@@ -37,6 +39,7 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
             _replace(builder, path, norm, streams)
         except NotFoldable as why:
             builder.refusals[path] = str(why)
+
     for stream in streams:
         residual_stream.centre(builder, stream)
     return builder
@@ -48,12 +51,14 @@ def _replace(
     why = channel_norm.refusal(norm)
     if why:
         raise NotFoldable(why)
+
     values = [value for call in builder.traced.calls[id(norm)] for value in inputs(call)]
     if new := [value for value in values if not any(value in stream.values for stream in streams)]:
         try:
             streams.append(residual_stream.around(builder, new))
         except NotFoldable as why:
             raise NotFoldable(f"its input must keep its mean: {why}") from None
+
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
     # A class token that is joined with its tokens just before the last norm is no feature.
     if (
@@ -63,10 +68,12 @@ def _replace(
     ):
         features = f"the features after {residual_stream.called(values[0])}"
         builder.notes.append(f"{path} reads {features}: these lose their mean, too")
+
     builder.replace(path, "RMSNorm")
     builder.settle(path, _becomes_one())
     if getattr(norm, "bias", None) is None:
         return
+
     try:
         readers = norm_affine.linear_readers(builder, builder.axes, path, norm)
     except NotFoldable as why:

@@ -1,8 +1,8 @@
-"""The record of a scheme, what it is called, computes with and needs; and of its options. Without
-torch.
+"""The record of a scheme: its name, what it computes and what it needs; and of its options.
 
-The records of options are the one place that says what may be given: the command line, recipes,
-errors, cards and pages are made from them. A registered scheme brings records of its own.
+This file imports without torch. The records of options are the one place that says what may be
+given: the command line, recipes, errors, cards and pages are made from them. A registered scheme
+brings records of its own.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ class Option:
         return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
     def check(self, value: Any) -> object:
-        """The value as a plan stores it (0, 0.0 and `0` are one number); raises OptionError: it is
-        not allowed.
+        """Return the value as a plan stores it: 0, 0.0 and `0` become one number.
+
+        Raises:
+            OptionError: The option does not take this value.
         """
         is_number = self.kind in (int, float, object)
         if value in self.choices or not (is_number or self.choices):
@@ -110,8 +112,10 @@ class Option:
 def check_given(
     scheme: str, options: Sequence[Option], values: Mapping[str, object]
 ) -> dict[str, object]:
-    """The values of all options; raises OptionError: the scheme has no such option, or not with
-    such a value.
+    """Return the values of all options of a scheme: the given ones, and the defaults of the others.
+
+    Raises:
+        OptionError: The scheme has no such option, or does not take such a value.
     """
     checked: dict[str, object] = {}
     by_name = {option.name: option for option in options}

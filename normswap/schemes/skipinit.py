@@ -1,9 +1,8 @@
-"""SkipInit, regularized or not: no norm, one learned scalar at the end of every residual branch, y
-= skip + alpha f(x).
+"""SkipInit: no norm, and a learned scalar at the end of every branch, y = skip + alpha f(x).
 
 With `--alpha match` alpha is the standard deviation of the branch's output, and the branch's last
 convolution is divided by it: f has unit variance, as in the paper's analysis, and the function is
-kept. Any other alpha changes the function.
+kept. Any other alpha changes the function. The regularized form adds biases and dropout.
 """
 
 import copy
@@ -41,11 +40,14 @@ def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
 
 
 def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> PlanBuilder:
-    """Plan a scalar on each residual branch, a scalar bias after each v1 sum, and dropout before
-    the classifier.
+    """Plan a scalar per branch, a scalar bias after each v1 sum, and dropout before the classifier.
 
-    The biases start at 0 and stand before the block's final ReLU. The paper drops 0.2 on ImageNet
-    and 0.6 on CIFAR.
+    The biases start at 0 and stand before the block's final ReLU.
+
+    Args:
+        anatomy: The recorded network.
+        alpha: The first value of the scalars, or `match`.
+        dropout: The probability of dropping a number; the paper has 0.2 on ImageNet, 0.6 on CIFAR.
     """
     builder = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
     return drop_before_classifier(builder, dropout)
@@ -70,22 +72,27 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             there goes into the branch's last convolution.
     """
     check_blocks(anatomy)
+
     modules = anatomy.traced.modules
     scaled = {
         block.tail
         for block in anatomy.included_blocks
         if block.tail and _stays(modules[block.tail], bias)
     }
+
     builder = fold_norms(anatomy, leave=scaled)
     for block in anatomy.included_blocks:
         if block.tail is None:
             builder.refusals[block.path] = no_tail(anatomy, block)
             continue
+
         with_bias = bias and block.order == "post"
         old = modules[block.tail]
+
         if block.tail in scaled:
             _rescale(builder, block.tail, value, with_bias)
             continue
+
         if not _learns(old):
             alpha = _normalize(builder, block)
         elif builder.removes(block.tail):
@@ -98,9 +105,11 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             )
             builder.replacements.pop(block.tail, None)
             continue
+
         if value is not None:
             alpha = value
         place_scale(builder, block.tail, alpha, with_bias)
+
     return builder
 
 
@@ -109,8 +118,9 @@ def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
 
 
 def _stays(module: nn.Module, bias: bool) -> bool:
-    """Whether it is a scalar that learns and can stay: it may have a bias, or its bias or its alpha
-    is 0.
+    """Whether a module is a scalar that learns and can stay as it is.
+
+    It may have a bias where `bias` is true; else its bias, or its alpha, has to be 0.
     """
     return _learns(module) and (
         bias or module.bias is None or not (module.bias.any() and module.alpha.any())
@@ -144,14 +154,16 @@ def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -
 
 
 def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
-    """Dropout with probability `p` before the classifier: where there is a place for it, else in
-    the classifier.
+    """Plan dropout with probability `p` before the classifier.
+
+    It goes where the network has a place for it, else into the classifier.
     """
     path = builder.anatomy.dropout
     classifier = builder.anatomy.classifier
     if classifier is not None and not builder.anatomy.takes_part(classifier):
         builder.notes.append(f"no dropout: {classifier} is to stay as it is")
         return builder
+
     if path is not None:
         builder.replace(path, "Dropout", p=p)
     elif classifier is not None and _can_be_wrapped(builder, classifier):
@@ -159,6 +171,7 @@ def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
     else:
         remedy = f"`{spelled('to', 'skipinit')}` adds none"
         raise RefusedError("no place for a dropout before the classifier", remedy=remedy)
+
     return builder
 
 
@@ -178,6 +191,7 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
     path = builder.anatomy.dropout
     edits = [edit for step in builder.anatomy.provenance.plan.steps for edit in step.edits]
     planned = {edit.path for edit in edits if edit.layer == Dropout.__name__}
+
     planned |= {f"{edit.path}.dropout" for edit in edits if edit.layer == Dropped.__name__}
     if path is not None and path in planned:
         owner, _, name = path.rpartition(".")
@@ -185,6 +199,7 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
         if getattr(dropout, "p", dropout):
             builder.replace(path, "Dropout", p=0.0)
             builder.notes.append(f"{path}: its dropout is 0 now")
+
     return builder
 
 
@@ -197,11 +212,13 @@ def place_scale(
     args: Body = {"alpha": alpha}
     if bias:
         args["bias"] = True
+
     if path in builder.linears or (path in builder.replacements and not removed):
         if path in builder.scalars:
             raise RefusedError(f"{path} would need two scalars", "it is the end of two branches")
         builder.scalars[path] = Then(layer, args)
         return
+
     if removed and scales_branch(old):
         args["fresh"] = True
     does_nothing = removed or keeps_forward(old, (nn.Identity, Vacant))
@@ -209,8 +226,7 @@ def place_scale(
 
 
 def _normalize(builder: PlanBuilder, block: Block) -> float:
-    """Divide the branch's last convolution by the deviation of its output; returns that as the
-    first alpha.
+    """Divide a branch's last convolution by the deviation of its output, and return that as alpha.
 
     A branch whose last gamma and beta are 0 gets gamma 1 and alpha 0. One that cannot be divided
     gets alpha 1 and a note.
@@ -221,8 +237,10 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
     except NotFoldable as why:
         builder.notes.append(f"{block.path}: its last layer stays as large as it is, because {why}")
         return 1.0
+
     reads = builder.linear(conv).reads
     rms = math.sqrt(float(deviation.square().mean()))
+
     last = (block.last or "", Absorption(AbsorbMode.AFTER))
     if rms == 0 and not mean.any() and last in reads:
         builder.notes.append(
@@ -230,39 +248,40 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
         )
         reads[reads.index(last)] = (last[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
+
     if not math.isfinite(rms) or rms < 1e-12:
         builder.notes.append(
             f"{block.path}: its last layer stays as large as it is: its output does not vary"
         )
         return 1.0
+
     _divide(builder, conv, readers, rms)
     return rms
 
 
 def _divide(builder: PlanBuilder, conv: str, readers: Iterable[str], by: float) -> None:
-    """Divide a convolution's output by a factor, and multiply the inputs of its other readers by
-    it.
-    """
+    """Divide a convolution's output by a factor that its other readers multiply their inputs by."""
     builder.linear(conv).gain /= by
     for reader in readers:
         builder.linear(reader).in_gain *= by
 
 
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
-    """Mean and deviation per channel of the branch's output (before its gate), from the norms
-    around `conv`.
+    """Return mean and deviation per channel of a branch's output (before its gate).
 
-    A BatchNorm after the convolution has both. Behind a norm before it (pre-activation) inputs are
-    taken for independent, and variances add up. Only the rescaling depends on this, never the
-    function.
+    They come from the norms around its last convolution. A BatchNorm after it has both. Behind a
+    norm before it (pre-activation) the inputs are taken for independent, and variances add up. Only
+    the rescaling depends on this, never the function.
     """
     traced = anatomy.traced
     (call,) = traced.calls[id(traced.modules[conv])]
+
     node: fx.Node | None = block.branch
     while node is not None and node is not call:
         if moments := norm_moments(anatomy, node):
             return moments
         node = traced.main_input(node)
+
     mean, variance = _input_moments(anatomy, call)
     linear = traced.linear(conv)
     if reparametrized.is_reparametrized(linear):
@@ -271,15 +290,18 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
     # The first group of a grouped convolution stands for all.
     mean = mean[: weight.shape[1]]
     variance = variance[: weight.shape[1]]
+
     return weight.sum(2) @ mean, (weight.square().sum(2) @ variance).sqrt()
 
 
 def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
-    """Mean and variance per channel of a convolution's input, if a norm and elementwise activations
-    made it.
+    """Return mean and variance per channel of a convolution's input.
+
+    They are known where a norm and elementwise activations made the input, else None is returned.
     """
     traced = anatomy.traced
     acts: list[nn.Module] = []
+
     node = traced.main_input(call)
     while node is not None:
         module = traced.module(node)
@@ -291,6 +313,7 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
             break
         acts.append(module)
         node = traced.main_input(node)
+
     raise NotFoldable("no norm says how much its output varies")
 
 
@@ -308,9 +331,7 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
 
 
 def norm_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | None:
-    """Mean and deviation of the norm that `node` calls, or that once stood there; before the
-    activation.
-    """
+    """Return mean and deviation, before the activation, of the norm that a node calls or called."""
     module = anatomy.traced.module(node)
     if module is not None and affine.has_moments(module):
         return affine.moments(module)

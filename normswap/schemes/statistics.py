@@ -42,6 +42,7 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
             path,
             Outcome("norms measured", "gets a norm after it, with statistics measured on images"),
         )
+
     if not builder.replacements:
         lacking = "there is no place for a BatchNorm"
         require_no_tokenwise_norms(anatomy, lacking)
@@ -49,6 +50,7 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
         why = f"no convolution that is called once and has no norm yet reaches {reaches}"
         remedy = f"'{spelled('where', 'conv')}' takes every convolution that another layer reads"
         raise RefusedError(lacking, why, remedy)
+
     return builder
 
 
@@ -104,6 +106,7 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
             continue
         if not _goes_on(builder, node, linear=where == "conv"):
             continue
+
         shape = node.meta["shape"]
         if len([call for call in builder.traced.calls[id(conv)] if call.graph is node.graph]) > 1:
             builder.notes.append(f"{path} gets no norm: it is called more than once")
@@ -113,12 +116,14 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
             isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node)
         ):
             places.append(path)
+
     return places
 
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
-    """Whether a convolution's values reach an activation (`linear`: or a linear layer) through
-    channelwise steps.
+    """Whether a convolution's values reach an activation through channelwise steps.
+
+    With `linear`, reaching a linear layer counts as well.
     """
     traced = builder.traced
 
@@ -134,8 +139,9 @@ def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
 
 
 def _activates(traced: Traced, node: fx.Node) -> bool:
-    """Whether it is an activation, or x g(x) such as x sigmoid(x), but not one that gives
-    probabilities.
+    """Whether a node is an activation, or x g(x) such as x sigmoid(x).
+
+    One that gives probabilities is none.
     """
     module = traced.module(node)
     if module is not None:
@@ -150,7 +156,7 @@ def _meets_norm(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
-    """An empty BatchNorm in place of every GroupNorm, LayerNorm or InstanceNorm (`sequential_fit`)."""
+    """Plan an empty BatchNorm in place of every norm that averages over one sample."""
     builder = PlanBuilder(anatomy)
     for norm in anatomy.norms:
         if norm.averages and anatomy.takes_part(norm.path):
@@ -174,9 +180,7 @@ def fit_estimate(task: FitTask) -> None:
 
 
 def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
-    """No edit: `fit_recalibrate` sets statistics, or `surgery/recalibration.py` values; `record` is
-    remembered.
-    """
+    """Plan no edit: `fit_recalibrate` sets the statistics, and the plan remembers `record`."""
     return PlanBuilder(anatomy)
 
 
