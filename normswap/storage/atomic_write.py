@@ -6,7 +6,6 @@ What a killed process leaves of such a folder: `left_behind`.
 import csv
 import io
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ def _folder_beside(file: Path, names: Sequence[str]) -> Iterator[Path]:
         old = left_behind.old_folder(folder, names)
         # Where an interrupt came between two renames, the next run puts the old file back.
         if file.exists() or not old.is_dir() or not any(old.iterdir()):
-            shutil.rmtree(folder, ignore_errors=True)
+            left_behind.remove(folder)
         if claim is not None:
             claim.end()
 

@@ -49,6 +49,21 @@ class Claim:
         _own_folders.discard(self._folder)
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder in which files were written, as far as that is possible.
+
+    The note of who made it goes last: what a process that is killed meanwhile leaves still has it.
+    """
+    for name in _entries(folder):
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif name != _OWNER:
+            with suppress(OSError):
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def old_folder(folder: Path, names: Sequence[str]) -> Path:
     """Return where the old files are, in a folder in which files of the given names are written."""
     name = "old"
@@ -113,7 +128,7 @@ def put_back(file: Path, *, removes: bool = False) -> None:
         # A folder that does not say who made it may be somebody's.
         is_ours = _OWNER in names or not names
         if removes and is_ours:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
             _tell(f"removed {folder}, which a run that was killed had left behind")
         else:
             command = f"rm -r {shlex.quote(str(folder))}"

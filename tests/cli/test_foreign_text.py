@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,19 +83,38 @@ def test_tables_facts_and_lines(capsys: Capture) -> None:
     assert "\n# forged" not in captured.out + captured.err
 
 
-def test_bars_and_spinners(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def spins() -> None:
+    with progress.working(HOSTILE):
+        pass
+
+
+def spins_on() -> None:
+    with progress.working("working") as tell:
+        tell(HOSTILE)
+
+
+def advances() -> None:
+    with progress.bar(HOSTILE) as advance:
+        advance(1, 2)
+
+
+def trains() -> None:
+    with progress.training_bar() as (_, say):
+        say(HOSTILE)
+
+
+@pytest.mark.parametrize("show", [spins, spins_on, advances, trains])
+def test_bars_and_spinners(
+    show: Callable[[], None], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rich.console import Console
 
     def console() -> Console:
         return Console(stderr=True, force_terminal=True, width=200, color_system="standard")
 
     monkeypatch.setattr(progress, "_console", console)
-    with progress.working(HOSTILE) as tell:
-        tell(HOSTILE)
-    with progress.bar(HOSTILE) as advance:
-        advance(1, 2)
-    with progress.training_bar() as (_, say):
-        say(HOSTILE)
+    show()
+
     shown = capsys.readouterr().err
     assert not any(part in shown for part in ("\x1b]0;", "\x9b", "\u202e", "\x1bM", "\x08"))
     assert "[red]bold[/red]" in shown

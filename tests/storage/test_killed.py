@@ -50,12 +50,15 @@ class Place:
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
         self.hub = folder.parent / "store"
+        self.temporary = folder.parent / "tmp"
+        self.temporary.mkdir(exist_ok=True)
         self.environment = {
             **os.environ,
             "HF_ENDPOINT": url,
             "HF_HOME": str(folder.parent / "home"),
             "HF_TOKEN": "hf_x",
             "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.temporary),
         }
         self.environment.pop("HF_HUB_OFFLINE", None)
 
@@ -103,31 +106,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def seconds(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """How long each command takes where nobody kills it."""
-    taken = {}
-    for name, words in COMMANDS.items():
-        root = tmp_path_factory.mktemp("whole")
-        shutil.copytree(prepared, root / "work")
-        with hub_server({}, store=root / "store") as url:
-            start = time.monotonic()
-            code, said = Place(root / "work", url).run([*words, *license_of(name)])
-            taken[name] = time.monotonic() - start
-        assert code == 0, said
-    return taken
-
-
 def wait_for_the_moment(
-    process: subprocess.Popen[str], place: Place, before: set[str], share: float, seconds: float
+    process: subprocess.Popen[str], place: Place, before: set[str], writes: bool, delay: float
 ) -> None:
-    """Wait for a share of the command's time, or, if it is above 1, for a while of writing."""
-    if share <= 1:
-        time.sleep(share * seconds)
-        return
-    while process.poll() is None and everything(place.folder) == before:
+    """Wait so many seconds after the command began, or, if `writes`, after it began to write."""
+    while writes and process.poll() is None and everything(place.folder) == before:
         time.sleep(0.002)
-    time.sleep(share - 1)
+    time.sleep(delay)
 
 
 def license_of(name: str) -> list[str]:
@@ -137,29 +122,25 @@ def license_of(name: str) -> list[str]:
 def drawn() -> list[Any]:
     """The kills: a number, a command, and a moment.
 
-    A moment is a share of the command's time. Above 1 it is 1 and the seconds since the command has
-    begun to write: most of its time goes into what it imports.
+    Most come shortly after the command has begun to write: most of its time goes into what it
+    imports.
     """
     draw = random.Random(SEED)
     names = list(COMMANDS)
     kills = []
     for number in range(KILLS):
-        share = draw.uniform(0.5, 1)
-        if draw.random() < 0.6:
-            share = 1 + draw.choice([0.01, 0.1, 0.5, 2]) * draw.random()
         name = names[number % len(names)]
-        kills.append(pytest.param(number, name, share, id=f"{number}-{name}-{share:.0%}"))
+        writes = draw.random() < 0.7 and name != "push"
+        delay = draw.choice([0.01, 0.1, 0.5, 2]) * draw.random() if writes else draw.uniform(0, 8)
+        moment = "writing" if writes else "start"
+        label = f"{number}-{name}-{delay:.2f} s after {moment}"
+        kills.append(pytest.param(name, writes, delay, id=label))
     return kills
 
 
-@pytest.mark.parametrize(("number", "name", "share"), drawn())
+@pytest.mark.parametrize(("name", "writes", "delay"), drawn())
 def test_the_next_run_goes_on_after_a_kill(
-    number: int,
-    name: str,
-    share: float,
-    prepared: Path,
-    seconds: dict[str, float],
-    tmp_path: Path,
+    name: str, writes: bool, delay: float, prepared: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(prepared, tmp_path / "work")
     before = everything(tmp_path / "work")
@@ -167,7 +148,7 @@ def test_the_next_run_goes_on_after_a_kill(
     with hub_server({}, store=tmp_path / "store") as url:
         place = Place(tmp_path / "work", url)
         process = place.start(words)
-        wait_for_the_moment(process, place, before, share, seconds[name])
+        wait_for_the_moment(process, place, before, writes, delay)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         was_killed = process.returncode == -signal.SIGKILL
@@ -176,13 +157,12 @@ def test_the_next_run_goes_on_after_a_kill(
 
         code, said = place.run(words)
 
-    print(
-        f"kill {number}: {name} at {share:.0%}: {'killed' if was_killed else 'done'}, left {left}"
-    )
+    outcome = "killed" if was_killed else "done"
+    print(f"{name}, {delay:.2f} s after {'writing' if writes else 'start'}: {outcome}, left {left}")
     is_done = name in ("convert", "export") and "exists" in said
     assert code == (2 if is_done else 0), said
     check_nothing_is_half_written(place)
-    for path in hidden(place.folder):
+    for path in (*hidden(place.folder), *place.temporary.glob("normswap*")):
         assert path.name in said, f"{path} is named nowhere: {said}"
     assert {file: (place.folder / "old" / file).read_text() for file in OWN} == OWN
     check_result(name, place)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from normswap.cli.app import main
 from normswap.errors import LeftBehindNote, OutputError, SourceError
 from normswap.storage import atomic_write, left_behind, network_folder
 
@@ -162,12 +163,14 @@ def test_a_process_that_still_writes_is_left_alone(tmp_path: Path) -> None:
         os._exit(0)
     os.read(ready, 1)
 
-    with notes() as told:
-        left_behind.put_back(tmp_path / "file", removes=True)
-        atomic_write.check_writable(tmp_path / "file")
+    try:
+        with notes() as told:
+            left_behind.put_back(tmp_path / "file", removes=True)
+            atomic_write.check_writable(tmp_path / "file")
+    finally:
+        os.write(proceed, b".")
 
     assert told == []
-    os.write(proceed, b".")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert found(tmp_path) == {"file": "new"}
     assert hidden(tmp_path) == []
@@ -281,3 +284,27 @@ def test_a_killed_exchange_inside_a_networks_directory(tmp_path: Path) -> None:
     assert len(told) == 2
     with pytest.raises(OutputError, match="exists"), notes():
         network_folder.check_writable(place, force=False)
+
+
+def test_the_command_line_says_what_a_killed_run_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, with the command; and a network that was moved aside is no unknown one."""
+    monkeypatch.chdir(tmp_path)
+    convert = ["convert", "demo", "--to", "folded", "-o", "net"]
+    assert main(convert) == 0
+    half = tmp_path / ".net.abcdefgh"
+    (half / "old").mkdir(parents=True)
+    (half / ".normswap").write_text('["net"]')
+    (tmp_path / "net").rename(half / "old" / "net")
+    capsys.readouterr()
+
+    assert main(["inspect", "net"]) == 2
+    assert "To put it back: mv -n .net.abcdefgh/old/* ./" in capsys.readouterr().err
+
+    assert main([*convert, "--force", "--json"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        "note: net was put back: a run that replaced it was killed",
+        "note: a run that was killed left .net.abcdefgh behind. To remove it: rm -r .net.abcdefgh",
+    ]
