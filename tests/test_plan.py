@@ -182,7 +182,9 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_plans_say_where(name: str) -> None:
     body = json.loads(json.dumps(BODY))
+
     assert Plan.from_json(json.dumps(body), "plan.json")
+
     harm, message = MALFORMED[name]
     harm(body)
     with pytest.raises(PlanError, match=message) as caught:
@@ -252,4 +254,5 @@ def test_a_fitting_plan_is_carried_out() -> None:
     source = model().eval()
     result = applying.apply(source, [Step("mine", {}, good)])
     x = torch.randn(2, 3, 6, 6)
+
     torch.testing.assert_close(result(x), source(x))

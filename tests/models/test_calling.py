@@ -131,6 +131,7 @@ def test_statistics_are_those_of_plain_tensors(form: str, beside: str) -> None:
     data = [BESIDE[beside](given(x)) for x in batches()]
     done = recalibrate(wrap(trunk()), data, inputs=given(batches()[0]))
     same(wanted.model, done.model)
+
     assert done.notes == wanted.notes
 
 
@@ -172,6 +173,7 @@ def test_a_tuple_of_as_many_tensors_as_arguments_is_one_batch() -> None:
         normswap.convert(network, "groupnorm", inputs=batch, calibrate=data)
         for data in (batch, [batch])
     )
+
     assert all(
         value.equal(listed.model.state_dict()[name])
         for name, value in one.model.state_dict().items()
@@ -183,6 +185,7 @@ def test_a_detector_is_fitted() -> None:
     same.
     """
     data = [scaled(x) for x in batches()]
+
     assert len({len(found["scores"]) for found in Boxes(trunk())(list(data[0]))}) > 1
 
     calibrate = [
@@ -216,6 +219,7 @@ def test_a_detector_is_fitted() -> None:
 def test_lists_of_images_of_any_size() -> None:
     data = [[torch.randn(3, 20 + i, 24) for _ in range(4)] for i in range(6)]
     done = normswap.convert(Listed(trunk()), "groupnorm", inputs=data[:1], calibrate=data)
+
     assert done.report.passed
     assert done.report.kept is not None
     assert done.report.kept.count == 6
@@ -273,6 +277,7 @@ def test_how_a_network_is_called() -> None:
     assert said(Keyword(trunk())) == (0, ["pixel_values"], False)
     assert said(Listed(trunk())) == (1, [], True)
     assert said(Unpacked(trunk())) == (2, [], False)
+
     named: Any = copy.deepcopy(trunk())
     named.main_input_name = "x"
     assert said(named) == (1, [], False)
@@ -286,6 +291,7 @@ def test_the_signal_is_that_of_plain_tensors(form: str) -> None:
     wrap, given = FORMS[form]
     wanted = signal_propagation(Network(trunk(), batches()))
     found = signal_propagation(Network(wrap(trunk()), [given(x) for x in batches()]))
+
     assert [(p.depth, p.variance) for p in found] == [
         (p.depth, pytest.approx(p.variance, rel=1e-5)) for p in wanted
     ]
@@ -313,6 +319,7 @@ class Tolerant(Keyword):
 def test_accuracy_is_that_of_plain_tensors() -> None:
     plain = [(x, labels) for x, (_, labels) in zip(batches(), labelled("keywords"), strict=True)]
     wanted = evaluate(trunk(), plain)
+
     assert wanted.top1 == pytest.approx(100 * 28 / 32)
 
     both: list[tuple[nn.Module, list[Any]]] = [

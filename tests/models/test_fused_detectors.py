@@ -80,17 +80,20 @@ def test_a_fused_detector_is_trained_again(
     detector.model.fuse()
     detector.save("best.pt")
     theirs = YOLO("best.pt").model.float()
+
     assert same(normswap.open("ultralytics:best.pt"), theirs.state_dict())
 
     x = torch.rand(1, 3, SIDE, SIDE)
     wanted = boxes(theirs, x)
     words = shlex.split(page["unfuse.sh"].replace("yolo11n", name).replace("IMAGES", "images"))
     assert main([*words[1:], "--input-size", f"3,{SIDE},{SIDE}"]) == 0
+
     before = page["train.py"].rsplit("\n", 2)[0]
     train = page["train.py"].strip().rsplit("\n", 1)[1]
     names: dict[str, Any] = {}
     exec(before, names)
     assert (boxes(names["detector"].model, x) - wanted).abs()[:, :4].max() < 0.05  # pixels
+
     exec(train.replace("epochs=10", f"{TRAINING}{str(tmp_path / 'runs')!r}"), names)
 
     (rows,) = [list(csv.DictReader(file.open())) for file in Path("runs").rglob("results.csv")]

@@ -60,6 +60,7 @@ def test_hub(
         model = open_source(source)
 
     folder = repos["timm/resnet18.a1_in1k" if source == "resnet18" else "some/small"]
+
     assert origin(model).sha256 == origin(open_source(str(folder))).sha256
     assert origin(model).source == {"resnet18": "resnet18.a1_in1k"}.get(
         source, source.replace("hf_hub", "hf-hub")
@@ -117,6 +118,7 @@ def test_a_damaged_download_does_not_stay_in_the_cache(
     with hub_server(repos) as url:
         use_hub(monkeypatch, url, tmp_path)
         model = open_source("hf-hub:some/small")
+
     assert origin(model).sha256 == origin(open_source(str(repos["some/small"]))).sha256
 
 
@@ -153,6 +155,7 @@ def test_a_name_in_a_repository_that_a_terminal_would_obey_is_refused(
         use_hub(monkeypatch, url, tmp_path)
         with pytest.raises(SourceError, match="is no name"):
             hub.fetch("some/small", ["\x1b]0;title\x07.safetensors"])
+
     assert seen == []
 
 
@@ -170,6 +173,7 @@ def test_a_config_that_nobody_can_read_is_said_in_a_line(
         use_hub(monkeypatch, url, tmp_path / "home")
         with pytest.raises(SourceError) as caught:
             checkpoint.open_model("hf-hub:some/odd")
+
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -177,6 +181,7 @@ def test_a_config_that_nobody_can_read_is_said_in_a_line(
 @pytest.mark.parametrize("source", ["resnet18", "hf-hub:some/small"])
 def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, source: str) -> None:
     use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path)
+
     with pytest.raises(SourceError) as caught:
         open_source(source)
     assert all(
@@ -214,6 +219,7 @@ def test_downloads_converts_and_verifies(
 
     result = checkpoint.load("out")
     record = provenance.of(result)
+
     assert record is not None
     assert record.source == "resnet18.a1_in1k"
 
@@ -241,6 +247,7 @@ def test_a_failing_hub_leaves_nothing(
         assert main(["convert", "resnet18", "--to", "skipinit", "-o", "out"]) == 2
 
     captured = capsys.readouterr()
+
     assert captured.out == ""
 
     (line,) = captured.err.strip().splitlines()

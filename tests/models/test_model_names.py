@@ -183,6 +183,7 @@ def test_a_directory_cannot_have_a_factory_imported(here: Path, fails: Run) -> N
     known = Arch("resnet18", {**ARGS, "num_classes": 10})
     evil = provenance.Provenance(known, "users_nets:make", "0", {}, origin(done.model).plan)
     normswap.save(provenance.attach(done.model, evil), "a")
+
     assert "Python code on this machine" in fails("verify", "a")
     assert "users_nets" not in sys.modules
 
@@ -267,6 +268,7 @@ def test_hugging_face_in_memory(here: Path) -> None:
     done = normswap.convert(own, "folded", input_size=(3, 40, 40))
     again = normswap.load(normswap.save(done, "a"))
     x = torch.randn(1, 3, 40, 40)
+
     assert torch.equal(again(x).logits, done.model(x).logits)
 
 
@@ -277,6 +279,7 @@ def test_names_of_classes_are_in_the_order_of_their_numbers(here: Path) -> None:
     config = json.loads((place / "config.json").read_text())
     config["id2label"] = dict(sorted(config["id2label"].items()))
     (place / "config.json").write_text(json.dumps(config))
+
     assert provenance.of(zoo.open_source(f"hf:{place}")).pretrained_cfg["label_names"] == [
         *names.values()
     ]  # type: ignore[union-attr]
@@ -388,6 +391,7 @@ def test_no_weights_without_a_connection(
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     monkeypatch.setenv("TORCH_HOME", str(here / "torch"))
     said = fails("inspect", "torchvision:resnet18")
+
     assert all(
         word in said
         for word in ("no route", "--weights random", "--weights FILE", "resnet18-f37072fd.pth")
@@ -402,6 +406,7 @@ def test_a_damaged_download_of_torch_does_not_stay(
     file.parent.mkdir(parents=True)
     file.write_bytes(b"half of it")
     said = fails("inspect", "torchvision:resnet18")
+
     assert "resnet18-f37072fd.pth is damaged" in said
     assert not file.exists()
 
@@ -415,6 +420,7 @@ def test_a_package_that_is_not_installed(
         "find_spec",
         lambda name: None if name == "transformers" else found(name),
     )
+
     assert "pip install transformers" in fails("inspect", "hf:a/b")
 
 
@@ -430,6 +436,7 @@ def test_torchvision_builds_as_the_weights_want_it() -> None:
         {type(m).__name__ for m in zoo.create(Arch(name, kwargs, "torchvision")).modules()}
         for kwargs in ({}, {"weights": "COCO_V1"})
     ]
+
     assert "FrozenBatchNorm2d" in kinds_of[1] - kinds_of[0]
     assert nn.Module.load_state_dict is load
     assert "_unfilled" not in torchvision.models.WeightsEnum.get_state_dict.__qualname__
@@ -498,7 +505,9 @@ def test_no_answer(output: Any) -> None:
 def test_kinds_are_told_apart() -> None:
     timm = dict.fromkeys(("resnet18", "hf-hub:a/b", "local-dir:x", "a/b", "torchvision"), "timm")
     names = {**timm, "torchvision:x": "torchvision", "hf:a/b": "transformers", "a.b:c": "factory"}
+
     assert {name: kinds.of(name).builder for name in names} == names
+
     for arch in (Arch("a"), Arch("a", builder="torchvision"), Arch("a:b", builder="factory")):
         assert kinds.of(kinds.named(arch)).builder == arch.builder
     assert re.fullmatch(

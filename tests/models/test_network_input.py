@@ -31,7 +31,9 @@ def test_channels_that_were_given_when_it_was_made() -> None:
         timm.create_model("resnet18", in_chans=4, channels=(8, 16, 24, 32)),
         torch.randn(4, 4, 64, 64),
     )
+
     assert network_input.size(model) == (4, 224, 224)
+
     done = normswap.convert(model, "folded")
     assert batchnorms(done.model) == []
     assert done.report.logits[0].size[1] == 4
@@ -47,6 +49,7 @@ def test_a_network_that_begins_with_a_transposed_convolution() -> None:
     torch.manual_seed(0)
     begin = nn.ConvTranspose2d(5, C, 2, stride=2)
     model = lived_in(nn.Sequential(begin, bn(), nn.ReLU(), conv(), bn()), torch.randn(4, 5, 9, 9))
+
     assert network_input.size(model) == (5, 224, 224)
     assert batchnorms(normswap.convert(model, "folded").model) == []
 
@@ -72,6 +75,7 @@ def test_a_config_tells() -> None:
 
     model: Any = nn.Sequential(nn.Flatten(), nn.Linear(2 * 48 * 48, 3))
     model.config = Config()
+
     assert network_input.size(model) == (2, 48, 48)
 
 
@@ -127,8 +131,10 @@ FORMS: dict[str, Any] = {
 def test_every_form_of_input(form: str) -> None:
     model = both()
     done = normswap.convert(model, "folded", inputs=FORMS[form])
+
     assert batchnorms(done.model) == []
     assert done.report.passed
+
     x, y = pair()
     for key in ("sum", "none"):
         assert torch.allclose(model(x, y)[key], done.model(x, y)[key], atol=1e-12)
@@ -141,6 +147,7 @@ def test_an_error_in_any_output_is_seen(place: str) -> None:
     wrong = both()
     wrong.get_submodule(place).get_parameter("bias").data += 1e-3
     report = normswap.verify(model, wrong, inputs=pair())
+
     assert not report.passed
     assert report.worst.output
 
@@ -171,7 +178,9 @@ def test_a_default_device_is_refused_in_a_line_that_says_what_to_do() -> None:
 def test_one_output_is_called_nothing() -> None:
     model = lived_in(nn.Sequential(conv(), bn()), torch.randn(2, C, 8, 8))
     done = normswap.convert(model, "folded", inputs=torch.randn(2, C, 8, 8).double())
+
     assert done.report.worst.output == ""
+
     x = torch.randn(1, C, 5, 5).double()
     assert distance(run(model, x), run(done.model, x)) < 1e-12
 
@@ -202,8 +211,10 @@ def silent() -> nn.Module:
 
 def test_stated_and_assumed() -> None:
     model = zoo.open_source("resnet18", weights="random")
+
     assert not assumed(model)
     assert not assumption(model)
+
     bare = silent()
     assert assumed(bare) == ("mean", "std", "crop_pct", "interpolation")
     assert "mean 0.485,0.456,0.406" in assumption(bare)
@@ -216,11 +227,14 @@ def test_stated_and_assumed() -> None:
 def test_the_user_states() -> None:
     model = silent()
     state(model, Preprocessing(mean=(0.5,), crop_pct=1.0))
+
     assert assumed(model) == ("std", "interpolation")
     assert list(data_config(model)["mean"]) == [0.5] * 3
+
     state(model, Preprocessing(std=(0.1, 0.2, 0.3), interpolation="bilinear"))
     assert not assumed(model)
     assert list(data_config(model)["std"]) == [0.1, 0.2, 0.3]
+
     trained = zoo.open_source("resnet18", weights="random")
     before = data_config(trained)
     assert data_config(state(trained, Preprocessing(crop_pct=1.0))) == before | {"crop_pct": 1.0}
@@ -278,6 +292,7 @@ def test_commands_say_what_they_assume(
     assert main([command[0], name, *command[1:], *SIZE]) == 0
 
     said = capfd.readouterr().err
+
     assert "note: assumed, as the network does not say: mean 0.485,0.456,0.406" in said
     assert "--image-mean, --image-std, --crop-pct and --interpolation" in said
     assert (
@@ -303,6 +318,7 @@ def test_what_is_stated_stays_with_the_network(
     assert main(["export", "out", "--trust-factory", "-o", "out.onnx"]) == 0
 
     said = json.loads(Path("out.onnx.preprocess.json").read_text())
+
     assert said["normalize"] == {"mean": [0.5] * 3, "std": [0.25] * 3}
     assert said["resize"]["interpolation"] == "bilinear"
     assert said["assumed"] == []

@@ -107,6 +107,7 @@ def test_both_ways_of_a_forward_are_still_right(
     for size in (SMALL, LARGE):
         x = torch.randn(*size, dtype=torch.float64)
         assert distance(run(model, x), run(result, x)) < 1e-12, size
+
     assert bool(builder.refusals) or planned.edits
 
 
@@ -254,6 +255,7 @@ def test_a_conversion_holds_little_more_than_its_result() -> None:
         for _ in range(3)
     )
     least = min(float(done.stdout) for done in runs)
+
     assert 0.9 < least < 1.9, "1.5 when this was written; a result in float64 is two more"
 
 
@@ -269,6 +271,7 @@ def test_layers_of_two_dtypes_keep_theirs() -> None:
     )
     model = nn.Sequential(first, Narrowing(), second.bfloat16()).eval()
     result = convert(model, "folded", input_size=(4, 9, 9)).model
+
     assert [p.dtype for p in result.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
@@ -307,6 +310,7 @@ def test_names_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.find("meta")
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
     assert devices.find("auto") == torch.device("cpu")
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

@@ -199,6 +199,7 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
 def test_bad_file(tmp_path: Path, state: State, case: str) -> None:
     write, said = BAD_FILES[case]
     file = write(state, tmp_path)
+
     with pytest.raises(SourceError) as caught:
         open_source(str(file), **SMALL)
     assert all(word in str(caught.value) for word in said), str(caught.value)
@@ -213,6 +214,7 @@ def test_a_whole_network_is_read_without_its_code(tmp_path: Path) -> None:
     model.layer1[0].conv2.weight = model.layer1[0].conv1.weight
     model.fc.register_buffer("transient", torch.ones(2), persistent=False)
     torch.save({"epoch": 3, "ema": None, "model": model}, tmp_path / "w.pt")
+
     assert same(model, read(tmp_path / "w.pt"))
     assert (tmp_path / "w.pt").exists()
 
@@ -225,6 +227,7 @@ def test_broken_statistics_are_taken_while_nothing_else_is_broken(state: State) 
         check_finite(mendable, "it")
         with pytest.raises(SourceError, match="These weights are broken"):
             check_finite(_poison(mendable, "fc.weight", nan), "it")
+
     with pytest.raises(SourceError, match="recalibrate"):
         check_finite(mendable, "it")
 

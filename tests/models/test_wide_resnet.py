@@ -71,6 +71,7 @@ def test_it_computes_what_its_formula_says(order: str) -> None:
                 skip = y if block.downsample is None else plain(block.downsample[0], y) / eps
                 y = F.relu((skip + branch) / math.sqrt(2))
     y = F.relu(y / eps) if order == "pre" else y
+
     assert distance(F.linear(y.mean((2, 3)), model.fc.weight, model.fc.bias), run(model, x)) < 1e-14
 
 
@@ -85,6 +86,7 @@ def test_what_it_cannot_be_is_an_error_of_the_input(args: dict[str, Any]) -> Non
 def test_timm_knows_it_and_its_ways() -> None:
     model: Any = network(depth=10, num_classes=7, in_chans=1).float()
     x = torch.randn(2, 1, 32, 32)
+
     assert model.forward_features(x).shape == (2, 64, 8, 8)
     assert model.forward_head(model.forward_features(x), pre_logits=True).shape == (2, 64)
     assert model.get_classifier() is model.fc
@@ -133,6 +135,7 @@ def test_skipinit_resets_the_scalars(order: str, alpha: float | str, value: floa
             y = skip + value * branch if order == "pre" else F.relu(skip + value * branch)
     y = F.relu(y) / eps if order == "pre" else y
     reference = F.linear(y.mean((2, 3)), model.fc.weight, model.fc.bias)
+
     assert distance(reference, run(result, x)) < 1e-12
 
 

@@ -90,6 +90,7 @@ def test_it_converts_in_its_wrapping(name: str, to: str) -> None:
     model = WRAPPED[name]()
     before = copy.deepcopy(model.state_dict())
     done = normswap.convert(model, to, inputs=example())
+
     assert type(done.model) is type(model)
     assert done.report.exact
     assert distance(run(model, example(1)), run(done.model, example(1))) <= 1e-11
@@ -120,6 +121,7 @@ def test_what_cannot_be_seen_is_said_in_a_line(
     name: str, look: Callable[[nn.Module, Tensor], object]
 ) -> None:
     build, message = REFUSED[name]
+
     with pytest.raises(NormswapError, match=message) as said:
         look(build(), example())
     assert "\n" not in str(said.value)

@@ -63,6 +63,7 @@ def test_create_refuses(arch: Arch, said: list[str]) -> None:
 def test_directory(folder: Path, state: State, prefix: str) -> None:
     model = open_source(f"{prefix}{folder}")
     record = origin(model)
+
     assert same(model, state)
     assert not model.training
     assert record.arch == Arch("resnet18", {**ARGS, "num_classes": 10})
@@ -84,6 +85,7 @@ def test_flat_config(folder: Path, state: State) -> None:
         "model_args": ARGS,
     }
     (folder / "config.json").write_text(json.dumps(flat))
+
     assert network_input.size(open_source(str(folder))) == (3, 40, 40)
 
 
@@ -108,6 +110,7 @@ def test_another_head_and_stem(folder: Path, state: State) -> None:
 def test_safetensors_file(folder: Path, state: State) -> None:
     file = folder / "model.safetensors"
     model = open_source(str(file), **SMALL)
+
     assert same(model, state)
     assert origin(model).arch == Arch("resnet18", {**ARGS, "num_classes": 10})
     assert origin(model).source == str(file)
@@ -117,6 +120,7 @@ def test_safetensors_file(folder: Path, state: State) -> None:
 def test_the_hash_is_of_the_network_s_tensors_not_of_the_file_s(folder: Path, state: State) -> None:
     file = folder / "half.safetensors"
     save_file({name: t.half() if t.is_floating_point() else t for name, t in state.items()}, file)
+
     with pytest.warns(WeightsNote, match="float16, and becomes float32"):
         model = open_source(str(file), **SMALL)
     assert model.state_dict()["conv1.weight"].dtype == torch.float32
@@ -190,9 +194,11 @@ def test_random_weights(
 ) -> None:
     model = open_source(source, weights="random", **options)
     record = origin(model)
+
     assert (record.source, record.sha256) == (name, None)
     assert record.arch == Arch(name.partition(".")[0], kwargs)
     assert record.pretrained_cfg["num_classes"] == model.num_classes
+
     shapes = {key: value.shape for key, value in create(record.arch).state_dict().items()}
     assert shapes == {key: value.shape for key, value in model.state_dict().items()}
 
@@ -241,6 +247,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 def test_bad_folder(folder: Path, case: str) -> None:
     spoil, said = BAD_FOLDERS[case]
     spoil(folder)
+
     with pytest.raises(SourceError) as caught:
         open_source(str(folder))
     assert all(word in str(caught.value) for word in said), str(caught.value)
@@ -316,8 +323,10 @@ def test_identify(build: Callable[[], nn.Module], expected: Arch | None) -> None
     if not hasattr(model, "_model_args") and expected and "channels" in expected.kwargs:
         expected = None  # older timm does not remember the arguments
     before = torch.get_rng_state()
+
     assert identify(model) == expected
     assert torch.equal(torch.get_rng_state(), before)
+
     recorded = getattr(model, "pretrained_cfg", {}).get(
         "input_size", (3, 224, 224)
     )  # timm's own word

@@ -94,6 +94,7 @@ def test_a_users_own_network_needs_its_skeleton(tmp_path: Path) -> None:
     own = lived_in(Own(), torch.randn(4, 3, 16, 16)).float().eval()
     conversion = convert(own, "folded", input_size=(3, 16, 16))
     folder = checkpoint.save(conversion, tmp_path / "own")
+
     assert torch.equal(
         checkpoint.load(folder, skeleton=Own())(images()), conversion.model(images())
     )
@@ -116,6 +117,7 @@ def saved(tmp_path: Path) -> Path:
 def test_the_place_is_respected(saved: Path, tmp_path: Path) -> None:
     conversion = convert(lived("resnet18"), "folded")
     before = (saved / "model.safetensors").read_bytes()
+
     with pytest.raises(OutputError, match="exists"):
         checkpoint.save(conversion, saved)
     assert (saved / "model.safetensors").read_bytes() == before
@@ -139,6 +141,7 @@ def test_of_a_link_the_directory_that_it_points_to_is_replaced(saved: Path, tmp_
     link.parent.mkdir()
     link.symlink_to(saved)
     before = (saved / "model.safetensors").read_bytes()
+
     assert checkpoint.save(convert(lived("resnet18"), "folded"), link, force=True) == link
     assert link.readlink() == saved
     assert (saved / "model.safetensors").read_bytes() != before
@@ -159,6 +162,7 @@ def test_a_full_disk_loses_nothing(
         save_file(tensors, file, metadata)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
+
     with pytest.raises(OutputError, match="No space left"):
         checkpoint.save(convert(lived("resnet18"), "folded"), saved, force=True)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
@@ -172,6 +176,7 @@ def test_files_are_open_to_whom_the_user_lets_in(mask: int, tmp_path: Path) -> N
         folder = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "out")
     finally:
         os.umask(before)
+
     assert folder.stat().st_mode & 0o7777 == 0o777 & ~mask
     assert {file.stat().st_mode & 0o7777 for file in folder.iterdir()} == {0o666 & ~mask}
 
@@ -183,6 +188,7 @@ def test_why_it_cannot_be_written_is_said_plainly(
         raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
+
     with pytest.raises(
         OutputError, match=f"^cannot write {tmp_path / 'out'}: No space left on device$"
     ):
@@ -224,6 +230,7 @@ def test_damage_is_named(saved: Path, case: str) -> None:
 def test_truncation_is_named(saved: Path, keep: int) -> None:
     file = saved / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
+
     with pytest.raises(SourceError, match="not a readable safetensors file"):
         checkpoint.load(saved)
     with pytest.raises(SourceError, match="not a readable"):
@@ -278,6 +285,7 @@ def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) 
 def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) -> None:
     file = shutil.copytree(written, tmp_path / "net") / "model.safetensors"
     rewrite(file.parent, tensors={name: tensor + 1 for name, tensor in load_file(file).items()})
+
     with pytest.raises(SourceError, match=r"changed=True"):
         normswap.load(file.parent)
 
@@ -298,6 +306,7 @@ def test_a_record_without_a_hash_of_each_tensor_is_read(written: Path, tmp_path:
     rewrite(folder, header={"tensors": {}})
     normswap.load(folder)
     rewrite(folder, tensors={"fc.bias": torch.zeros(3)})
+
     with pytest.raises(
         SourceError, match=r"are not those that were saved: model.safetensors: missing, damaged"
     ):
@@ -330,10 +339,13 @@ def test_load_names_what_opens_the_directory_of_another_library(tmp_path: Path) 
 
 def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
     folder = checkpoint.save(convert(lived("resnet18"), "skipinit", alpha=0.25), tmp_path / "out")
+
     assert "skipinit (alpha = 0.25)" in (folder / "README.md").read_text()
+
     plain = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "plain")
     assert "folded (" not in (plain / "README.md").read_text()
     assert "keeps the function of its source" in (plain / "README.md").read_text()
+
     other = checkpoint.save(
         convert(lived("resnet18"), "layernorm", relative_eps=0), tmp_path / "other"
     )
