@@ -332,8 +332,9 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
             "Give a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these"
         )
         raise OptionError("there is no tensor in the inputs", remedy=remedy)
-    if any(tensor.is_meta for call in calls for tensor in call.tensors()):
-        raise OptionError("the inputs have no values", "they are on the meta device")
+    for call in calls:
+        if any(tensor.is_meta for tensor in call.tensors()):
+            raise OptionError("the inputs have no values", "they are on the meta device")
     return calls
 
 

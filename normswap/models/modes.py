@@ -20,7 +20,10 @@ Progress: TypeAlias = Callable[[int, int], None]
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put all of them in eval mode, and each module back in its own mode afterwards."""
-    modes = [(module, module.training) for model in models for module in nn.Module.modules(model)]
+    modes: list[tuple[nn.Module, bool]] = []
+    for model in models:
+        modes += [(module, module.training) for module in nn.Module.modules(model)]
+
     try:
         for model in models:
             model.eval()

@@ -308,9 +308,10 @@ def test_weights_in_several_files_are_all_fetched(
 
 
 def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run) -> None:
-    words = ("encoder_name=resnet18", "encoder_weights=None", "classes=3", "in_channels=1")
-    arguments = [word for pair in words for word in ("--arch-arg", pair)]
-    arguments += ["--input-size", "1,64,64"]
+    arguments = ["--input-size", "1,64,64"]
+    for pair in ("encoder_name=resnet18", "encoder_weights=None", "classes=3", "in_channels=1"):
+        arguments += ["--arch-arg", pair]
+
     run("convert", "segmentation_models_pytorch:Unet", *arguments, "--to", "folded", "-o", "a")
     arch = origin(normswap.load("a", trust_factory=True)).arch
 

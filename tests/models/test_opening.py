@@ -146,12 +146,11 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def everything(model: nn.Module) -> dict[str, Tensor]:
-    plain = {
-        f"{path}!{name}": value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor)
-    }
+    plain: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                plain[f"{path}!{name}"] = value
     return {**dict(model.named_parameters()), **dict(model.named_buffers()), **plain}
 
 
@@ -177,10 +176,10 @@ def test_networks_that_were_not_drawn_equal_others_once_they_are_loaded(name: st
     usual = build()
     found = _undrawn(build, lambda model: model)
     torch.manual_seed(99)
-    state = {
-        key: torch.randn_like(t) if t.is_floating_point() else t
-        for key, t in usual.state_dict().items()
-    }
+    state = usual.state_dict()
+    for key, tensor in state.items():
+        if tensor.is_floating_point():
+            state[key] = torch.randn_like(tensor)
     usual.load_state_dict(state)
     found.load_state_dict(state)
     ours = everything(found)
