@@ -139,7 +139,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def callers_dtype() -> Iterator[None]:
-    """Let a forward make tensors in the default dtype that the caller of `full_precision` has set."""
+    """Let a forward make tensors in the default dtype of the caller of `full_precision`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(_callers_dtype.get() or before)
     try:
@@ -150,8 +150,10 @@ def callers_dtype() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Compute products of float32 in float32: TF32, which torch allows a GPU in convolutions, keeps
-    10 bits of a factor, and `torch.set_float32_matmul_precision` allows a CPU bfloat16.
+    """Compute products of float32 in float32 while this is entered.
+
+    TF32, which torch allows a GPU in convolutions, keeps 10 bits of a factor, and
+    `torch.set_float32_matmul_precision` allows a CPU bfloat16.
     """
     cudnn = cast(Any, torch.backends.cudnn)
     products = torch.backends.cuda.matmul
