@@ -14,6 +14,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from normswap import reading
@@ -242,6 +243,15 @@ class Plan:
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON, with its digest."""
         return json.dumps({**self._body(), "digest": self.digest}, indent=indent)
+
+    @staticmethod
+    def from_file(file: Path) -> Plan:
+        """Return the plan in a file; raises PlanError: it cannot be read, or is no plan."""
+        try:
+            text = reading.file_text(file)
+        except reading.UnreadableError as error:
+            raise PlanError(f"cannot read the plan {file}", str(error)) from None
+        return Plan.from_json(text, str(file))
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:

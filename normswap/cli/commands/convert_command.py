@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from typer import Option
 
-from normswap import reading, schemes
+from normswap import schemes
 from normswap.cli import tables
 from normswap.cli.options import (
     Device,
@@ -215,11 +215,7 @@ def _requested_plan(request: Request, asked: schemes.Options) -> Plan | None:
     if others:
         raise OptionError(f"{' and '.join(others)} cannot go with --from-plan", "the plan says it")
 
-    try:
-        text = reading.file_text(file)
-    except reading.UnreadableError as error:
-        raise PlanError(f"cannot read the plan {file}", str(error)) from None
-    plan = Plan.from_json(text, str(file))
+    plan = Plan.from_file(file)
     if not any(step.edits for step in plan.steps):
         raise PlanError(f"{file} has no edits", "there is nothing to do")
     return plan
