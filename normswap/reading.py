@@ -224,6 +224,9 @@ def first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ""
     for key in problem["loc"]:
+        # pydantic names the type that it tried, such as `list[constrained-str]`.
+        if isinstance(key, str) and ("[" in key or key.startswith("constrained-")):
+            continue
         place += f"[{key}]" if isinstance(key, int) else f".{key}"
 
     reason = problem["msg"].lower()
