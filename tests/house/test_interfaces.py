@@ -32,7 +32,8 @@ LIMITS = {
     "commands": 18,
     "options of convert": 42,
     "options of export": 30,
-    "arrows between rooms": 135,
+    # Five of them lead to `reading`, where issue 68 wants every JSON and YAML to be read.
+    "arrows between rooms": 137,
     "files that convert loads": 70,
 }
 
