@@ -91,7 +91,7 @@ def twice_as_many() -> nn.Module:
 
 WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a number repeated a trillion times": (repeated, "more than the file can hold"),
-    "a meta tensor": (lambda: {"weight": torch.empty(3, device="meta")}, "meta tensor"),
+    "a meta tensor": (lambda: {"weight": torch.empty(3, device="meta")}, "without values"),
     "a state dict within itself": (within_itself, "no tensors under"),
     "a network within itself": (without_end, "pickle of Python objects"),
     "a network of 2**50 layers": (twice_as_many, "pickle of Python objects"),
@@ -364,7 +364,9 @@ def test_recipes(case: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(RECIPES[case])
 
-    refused(lambda: recipe_files.load_recipe(file), "recipe.yaml")
+    refused(
+        lambda: recipe_files.load_recipe(file), "recipe.yaml", "alias" if "alias" in case else ""
+    )
 
 
 # Images and arrays.
@@ -435,9 +437,10 @@ def test_folders_that_links_multiply(tmp_path: Path) -> None:
     refused(lambda: make_loader(model, str(tmp_path / "level0"), workers=0), "links show")
 
 
-@pytest.mark.parametrize(
-    "shape", ["(49539595901075456,)", "(10**5, 10**5)", "(-1,)", "(2, 3, 8, 9)"]
-)
+SHAPES = ("(49539595901075456,)", "(100000, 100000)", "(-1,)", "(2, 3, 8, 9)")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_an_array_of_petabytes(shape: str, tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", np.zeros((2, 3, 8, 8), np.float32))
     content = (tmp_path / "array.npy").read_bytes()
@@ -447,6 +450,7 @@ def test_an_array_of_petabytes(shape: str, tmp_path: Path) -> None:
     refused(
         lambda: array_files.Arrays([tmp_path / "array.npy"], {"": ([3, 8, 8], "float32")}),
         "array.npy",
+        "bytes of numbers",
     )
 
 
