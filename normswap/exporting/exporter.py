@@ -46,18 +46,23 @@ class Exported:
     """A written file.
 
     Args:
-        file: where it is; parts: further files that belong to it; sidecar: its preprocess.json.
-        format: the target's, as asked for; dtype: of the weights, likewise.
-        input_size: (C, H, W), of the first input where there are several; dynamic_batch: whether
-            the number of images at a time is free.
-        figures: how far the file, in its runtime, is from the source; None where this system has no
+        file: The file's path.
+        parts: Further files that belong to it.
+        sidecar: The path of its preprocess.json.
+        format: The name of the format, as it was asked for.
+        dtype: The precision of the weights, as it was asked for.
+        input_size: The size (C, H, W) of the input, or of the first of several inputs.
+        dynamic_batch: Whether the file takes any number of images at a time.
+        figures: How far the file, in its runtime, is from the source. None if this system has no
             such runtime.
-        nodes: its operators, counted by kind; bytes: its size, with its parts; seconds: what it all
-            took.
-        notes: what the user should know.
-        quantized: of int8, on how many images it was calibrated, and the bits of its weights.
-        noise_only: whether it was checked on noise alone, for want of images.
-        inputs: name, shape and type of each input, where it takes something else than images.
+        nodes: The number of its operators, by kind.
+        bytes: Its size in bytes, with its parts.
+        notes: What the user should know.
+        seconds: The time that it all took.
+        quantized: For int8, the number of images that it was calibrated on, and the bits of its
+            weights. None for other precisions.
+        noise_only: Whether it was checked on noise alone, as no images were given.
+        inputs: The name, shape and type of each input, if it takes something else than images.
     """
 
     file: Path
@@ -90,32 +95,38 @@ def export(
 ) -> Exported:
     """Fold `model`, which is not changed, and write it as a file for another runtime.
 
-    The file is compared with `model` in that runtime before it gets its name. Where this system has
+    The file is compared with `model` in that runtime before it gets its name. If this system has
     no such runtime (Core ML's is macOS's), the folded network is compared in PyTorch.
     FILE.preprocess.json, beside it, says how to prepare an image. Images and answers are in
     float32, whatever the file's precision.
 
     Args:
-        inputs: what the network takes, as in `convert`. Then all tensors that it takes and gives
-            are the file's, under the names of dicts, records and forward's arguments, and are
-            checked on these inputs. Without `inputs`, images go in and one answer comes out, or all
-            outputs where none is the answer, such as boxes and scores.
-        images: batches to check on, (N, C, H, W) or (images, labels), preprocessed for `model`, at
-            `input_size`; by default smooth noise. int8 needs them, as its cost is measured on them.
-            With `inputs`: batches of such inputs, by default `inputs`.
-        calibrate: for int8: other batches, which set the ranges.
-        log: called with the name of each step.
-        options: of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize, softmax,
-            weight_bits, force.
+        model: The network, or the result of a conversion.
+        path: The file to write. Its ending names the format, unless the option `format` does.
+        inputs: What the network takes, as in `convert`. Then the file takes and gives all tensors
+            that the network takes and gives, under the names of dicts, records and forward's
+            arguments, and is checked on these inputs. Without `inputs`, images go in and one
+            answer comes out, or all outputs if none of them is the answer, such as boxes and
+            scores.
+        images: Batches that the file is checked on, (N, C, H, W) or (images, labels), preprocessed
+            for `model`, at `input_size`. By default they are smooth noise. int8 needs images, as
+            its cost is measured on them. With `inputs`, they are batches of such inputs, by
+            default `inputs`.
+        calibrate: For int8, other batches, which set the ranges.
+        log: Called with the name of each step.
+        options: The fields of `FileSettings`: format, dtype, dynamic_batch, input_size, normalize,
+            softmax, weight_bits and force.
 
     Returns:
         The file, its sidecar, and how far it is from the source.
 
     Raises:
-        OptionError: an unknown format, a missing package, a size that the network rejects, ...
-        OutputError: the file exists, or cannot be written.
-        TraceError, RefusedError: the network cannot be folded, or the format cannot express it.
-        VerificationError: the file computes something else than `model`. Nothing was written.
+        OptionError: A format or an option is unknown, a package is missing, or the network rejects
+            the size.
+        OutputError: The file exists, or cannot be written.
+        TraceError: The network's forward cannot be seen.
+        RefusedError: The network cannot be folded, or the format cannot express it.
+        VerificationError: The file computes something else than `model`. Nothing was written.
     """
     if unknown := sorted(options.keys() - FileOptions.__annotations__.keys()):
         raise OptionError(

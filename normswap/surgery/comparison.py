@@ -75,10 +75,14 @@ def verify(
     """Measure how far `result` is from `source`, in their own precision; neither is changed.
 
     Args:
-        inputs: a tensor, a tuple of arguments, a dict of keywords, or a list of batches of these;
-            by default N(0, 1) noise of at most `input_size` (by default the network's own), from
-            `seed`.
-        exact: whether they should agree; else the report passes if the numbers are finite.
+        source: The network that `result` is compared with, or its record.
+        result: The network that is measured.
+        inputs: The inputs that both run on: a tensor, a tuple of arguments, a dict of keywords, or
+            a list of batches of these. By default they are N(0, 1) noise.
+        input_size: The largest size (C, H, W) of the noise; by default the network's own.
+        exact: Whether both should compute the same. If not, the report passes if the numbers are
+            finite.
+        seed: The seed of the noise.
 
     Returns:
         The distances by precision and input size, what is allowed, and whether that is kept.

@@ -146,32 +146,35 @@ def convert(
     progress: Progress | None = None,
     **options: Unpack[ConvertOptions],
 ) -> Conversion:
-    """Convert `model`, which is not changed, to another normalization scheme, and measure the
-    result against it.
+    """Convert a network to another normalization scheme, and measure the result against it.
 
     Args:
-        model: the network, its record, or an earlier conversion's result.
-        to: a scheme (`normswap schemes` lists them).
-        inputs: what the network takes, to look at it and to verify: a tensor, a tuple of arguments,
-            a dict of keywords, or a list of batches of these; by default N(0, 1) noise of
-            `input_size`.
-        input_size: (C, H, W); by default what the model says of itself (`network_input.size`).
-        calibrate: batches of images (N, C, H, W), of (images, labels), or of what `inputs` may be,
-            or a function that gives them, for a scheme that fits values to data, and for a source
-            whose norms have statistics per sample. What a batch has beyond the network's arguments
-            is left out. "synthetic": 128 images made from the statistics that the network's
-            BatchNorms keep.
-        progress: called while fitting, with the layers done and their total.
-        options: those of the scheme; `only` and `skip`, patterns of what is converted and what is
-            not (`restrict`); `purpose`, "opacus" or "federated": add what private or federated
-            training needs.
+        model: The network, its record, or the result of an earlier conversion. It is not changed.
+        to: The name of a scheme (`normswap schemes` lists them).
+        inputs: What the network takes; it is recorded and verified on this. It is a tensor, a tuple
+            of arguments, a dict of keywords, or a list of batches of these. By default it is
+            N(0, 1) noise of `input_size`.
+        input_size: The size (C, H, W) of the noise; by default the size that the network states
+            (`network_input.size`).
+        seed: The seed of the noise, and of every draw while values are fitted.
+        calibrate: Images for a scheme that fits values to data, and for a source whose norms have
+            statistics per sample. It is batches of images (N, C, H, W), of (images, labels), or of
+            what `inputs` may be, or a function that gives such batches. Entries of a batch beyond
+            the network's arguments are left out. "synthetic" makes 128 images from the statistics
+            that the network's BatchNorms keep.
+        progress: Called while values are fitted, with the layers done and their total.
+        options: The options of the scheme. `only` and `skip` are patterns of the parts that are
+            converted and that are not (`restrict`). `purpose`, "opacus" or "federated", adds what
+            private or federated training needs.
 
     Returns:
         The converted network, in the mode, dtype and device of the source, with what was measured.
 
     Raises:
-        TraceError, OptionError, RefusedError: it cannot be done; says where and why.
-        VerificationError: it was done and the result is wrong.
+        TraceError: The network does not run on the inputs, or its forward cannot be seen.
+        OptionError: An option is unknown or out of range, or images are needed and missing.
+        RefusedError: The conversion is impossible at some path, or there is nothing to do.
+        VerificationError: The conversion was done, and the result is wrong.
     """
     network = Network.of(
         model, inputs=inputs, size=input_size, seed=seed, calibrate=calibrate, progress=progress

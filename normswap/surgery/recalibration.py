@@ -34,30 +34,34 @@ def recalibrate(
     progress: Progress | None = None,
     **record: object,
 ) -> Conversion:
-    """Return `model`, which is not changed, with population statistics estimated on `batches`
-    (`population`).
-
-    Args:
-        batches: images (N, C, H, W), (images, labels), or what `inputs` may be, in batches of one
-            size, or a function that gives them.
-        against: for a network without BatchNorm: the network before it was pruned, rounded or
-            averaged, or several whose average it is. Mean and variance per channel of each layer's
-            output become theirs (`restoring`). BatchNorms in it are folded first.
-        inputs: as in `convert`: what the change is measured on, and how the network is called; by
-            default noise.
-        input_size: (C, H, W) of the noise.
-        progress: called after each batch with the batches done and their total; with `against`,
-            after each layer.
-        record: what the plan records of the data: data, samples, batch_size; and means_only: with
-            `against`, the means alone, by biases.
+    """Return a network with the statistics of other images: population statistics (`population`).
 
     Broken statistics (NaN, a variance below zero) are replaced, too.
 
+    Args:
+        model: The network, or its record. It is not changed.
+        batches: Batches of one size of images (N, C, H, W), of (images, labels), or of what
+            `inputs` may be, or a function that gives such batches.
+        against: For a network without BatchNorm, the network before it was pruned, rounded or
+            averaged, or all the networks whose average it is. The output of each layer gets back
+            the mean and variance per channel that it has there (`restoring`). BatchNorms of these
+            networks are folded first.
+        inputs: As in `convert`: the input that the change is measured on, and how the network is
+            called. By default it is noise.
+        input_size: The size (C, H, W) of the noise.
+        progress: Called after each batch with the batches done and their total; with `against`,
+            after each layer.
+        record: What the plan records of the data: `data`, `samples` and `batch_size`. With
+            `against`, `means_only` gives back the means alone, by changing biases.
+
+    Returns:
+        The network, with how far its outputs are from those before.
+
     Raises:
-        RefusedError: no BatchNorm with running statistics, and no `against`; or BatchNorms, and
-            `against`.
-        OptionError: an unknown key of `record`.
-        SourceError: unusable images, or batches of less than two.
+        RefusedError: There is no BatchNorm with running statistics, and no `against`; or there
+            are BatchNorms, and `against`.
+        OptionError: A key of `record` is unknown.
+        SourceError: The images cannot be used, or a batch has fewer than two.
     """
     means_only = bool(record.pop("means_only", False))
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
