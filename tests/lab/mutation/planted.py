@@ -198,13 +198,13 @@ ALGEBRA = (
     ),
     Planted(
         "what is before a norm needs no proof",
-        "folding.canonical_form:_prove",
+        "folding.canonical_form:_check_axis",
         NOTHING,
         FOLDING + PROGRAMS,
     ),
     Planted(
         "a value that others read takes up a norm",
-        "folding.canonical_form:_only_user",
+        "folding.canonical_form:_check_only_user",
         NOTHING,
         FOLDING + PROGRAMS,
     ),
