@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from normswap.schemes.scheme import Option, Options, Range, Scheme
+from normswap.schemes.scheme import Option, Options, Range, Scheme, TrainingProof
 
 
 @dataclass(frozen=True)
@@ -326,8 +326,18 @@ TARGETS: dict[str, Scheme] = {
 }
 
 PURPOSES: dict[str, Scheme] = {
-    "federated": Scheme(Function("schemes.purposes.plan_federated"), may_do_nothing=True),
-    "opacus": Scheme(Function("schemes.purposes.plan_opacus"), may_do_nothing=True),
+    "federated": Scheme(
+        Function("schemes.purposes.plan_federated"),
+        may_do_nothing=True,
+        training=TrainingProof(),
+    ),
+    "opacus": Scheme(
+        Function("schemes.purposes.plan_opacus"),
+        may_do_nothing=True,
+        training=TrainingProof(
+            rows_are_samples=True, validator=Function("schemes.purposes.refused_by_opacus")
+        ),
+    ),
 }
 
 # Steps of a plan that are no targets: what comes before a scheme, or stands alone.

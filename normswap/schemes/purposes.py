@@ -6,11 +6,14 @@ returns. `federated` (McMahan et al. 2017, arXiv:1602.05629): no statistics of t
 buffer that training changes.
 """
 
+import importlib
 from dataclasses import replace
 
 from torch import fx, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from normswap.copying import tree
+from normswap.errors import first_line
 from normswap.folding.overwriting import overwrites, shares
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
@@ -19,6 +22,18 @@ from normswap.layers import affine
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
 from normswap.plan import Edit, Outcome, Then
+
+# Layers of torch that compute everything in one call, where no hook sees each weight's input, and
+# the layers that Opacus has in their place.
+_OPACUS_LAYERS: dict[type[nn.Module], str] = {
+    nn.LSTM: "DPLSTM",
+    nn.GRU: "DPGRU",
+    nn.RNN: "DPRNN",
+    nn.LSTMCell: "DPLSTMCell",
+    nn.GRUCell: "DPGRUCell",
+    nn.RNNCell: "DPRNNCell",
+    nn.MultiheadAttention: "DPMultiheadAttention",
+}
 
 
 def plan_federated(anatomy: Anatomy) -> PlanBuilder:
@@ -47,6 +62,7 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
                 builder.replacements[outer] = replace(
                     builder.replacements[outer], out_of_place=True
                 )
+        _refuse_layers(builder, path, module)
         if path not in builder.refusals and path not in builder.replacements:
             _refuse_buffers(builder, path, module)
     for node in traced.nodes:
@@ -57,6 +73,43 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
             f"{path} cannot be looked into ({why}): whether it writes in place is not known"
         )
     return builder
+
+
+def refused_by_opacus(model: nn.Module) -> dict[str, str]:
+    """Return the layers that Opacus' own validator refuses, by path, with its reason.
+
+    Args:
+        model: a network in training mode.
+
+    Returns:
+        One reason a layer; nothing where Opacus is not installed.
+    """
+    try:
+        validators = importlib.import_module("opacus.validators")
+    except ModuleNotFoundError:
+        return {}
+    refused = {}
+    for path, module in tree(model).items():
+        validate = validators.ModuleValidator.VALIDATORS.get(type(module))
+        if validate is None or not learns(module):
+            continue
+        for error in validate(module):
+            refused[path] = f"Opacus refuses a {type(module).__name__}: {first_line(error)}"
+    remaining = validators.ModuleValidator.validate(model, strict=False)
+    if remaining and not refused:
+        refused[""] = f"Opacus refuses the network: {first_line(remaining[0])}"
+    return refused
+
+
+def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    """Refuse a recurrent or attention layer of torch and name Opacus' own layer."""
+    for kind, layer in _OPACUS_LAYERS.items():
+        if isinstance(module, kind) and learns(module):
+            builder.refusals[path] = (
+                f"Opacus has no gradients per sample of a {type(module).__name__};"
+                f" opacus.layers.{layer} takes its weights"
+            )
+            return
 
 
 def _refuse_statistics(builder: PlanBuilder, path: str, module: nn.Module) -> None:

@@ -175,6 +175,20 @@ FitFunction: TypeAlias = "Callable[[FitTask], Iterable[str] | None]"
 
 
 @dataclass(frozen=True)
+class TrainingProof:
+    """What a run in training mode proves, beside that samples stay apart and no buffer changes.
+
+    Args:
+        rows_are_samples: whether row i of a learning layer's input must be sample i.
+        validator: returns the layers that the trainer refuses, by path, with the reason; it gets
+            the result in training mode. None where the trainer has no check of its own.
+    """
+
+    rows_are_samples: bool = False
+    validator: Callable[[nn.Module], dict[str, str]] | None = None
+
+
+@dataclass(frozen=True)
 class Scheme:
     """What a scheme is called, how it plans and fits, and what it needs.
 
@@ -193,6 +207,7 @@ class Scheme:
         on_branches: it places a layer at the end of residual branches, which must not end in a
             factor of their own.
         may_do_nothing: a plan without edits is allowed.
+        training: what is proved of the result by a run in training mode; None where it need not be.
         decay: which parameters decay in its paper, a policy of `param_groups`.
         options: records of the keywords of `plan`; of a registered scheme by default made from its
             signature.
@@ -210,6 +225,7 @@ class Scheme:
     starts_from: str | None = None
     on_branches: bool = False
     may_do_nothing: bool = False
+    training: TrainingProof | None = None
     decay: str = "kim2022"
     options: tuple[Option, ...] = ()
     summary: str = ""

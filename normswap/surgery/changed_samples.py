@@ -1,0 +1,135 @@
+"""Batches for a run in training mode, of which only some samples differ.
+
+A sample is an entry of the first dimension of every tensor that has as many entries as the call
+has samples, or an entry of a list of images.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from normswap.models.calling import Example, changed, named_tensors
+
+# An even number of samples, and enough that one has a neighbour on either side.
+SAMPLES = 4
+# Maps of given inputs are tried at this size first, in pixels. What mixes samples does so there
+# too.
+_SIDE = 64
+# The size of a sample's other values, relative to its own. Some are larger and some smaller, as a
+# maximum over the batch may be what mixes samples.
+_SCALES = (0.5, 1.5, 2.0, 0.7)
+
+
+def trial_batches(example: Example) -> Iterator[Example]:
+    """Give the batches to try: four samples with small maps, four as they are, the given batch."""
+    grown = _grown(example)
+    small = grown.map(_shrunk)
+    if any(a.shape != b.shape for a, b in zip(small.tensors(), grown.tensors(), strict=True)):
+        yield small
+    yield grown
+    if example.count not in (1, SAMPLES):
+        yield example
+
+
+def _shrunk(tensor: Tensor) -> Tensor:
+    if tensor.ndim != 4 or not tensor.is_floating_point() or max(tensor.shape[2:]) <= _SIDE:
+        return tensor
+    return F.interpolate(tensor, [min(side, _SIDE) for side in tensor.shape[2:]])
+
+
+def _grown(example: Example) -> Example:
+    """Return a batch of four samples: those of the example, and others where they are too few."""
+    rows = torch.arange(SAMPLES)
+    grown = with_rows(example, rows % example.count)
+    return with_other_values(grown, rows >= example.count)
+
+
+def with_rows(call: Example, rows: Tensor) -> Example:
+    """Return the call with these samples (N,) of its batch, some perhaps several times."""
+    count = call.count
+
+    def pick(value: Any) -> Any:
+        if isinstance(value, list) and len(value) == count:
+            return [value[row] for row in rows.tolist()]
+        if isinstance(value, list):
+            return [changed(entry, pick, list) for entry in value]
+        if not value.ndim or len(value) != count:
+            return value
+        return value[rows.to(value.device)]
+
+    return _changed_call(call, pick)
+
+
+def _changed_call(call: Example, change: Callable[[Any], Any]) -> Example:
+    return Example(changed(call.args, change, list), changed(call.kwargs, change, list))
+
+
+def with_other_values(call: Example, rows: Tensor) -> Example:
+    """Return the call with other values in some samples.
+
+    A sample's other values are the same whichever samples are changed beside it. Whole numbers
+    (labels, masks) stay as they are where a call has images.
+
+    Args:
+        call: the call, which is not changed.
+        rows: (N,) bool; True for the samples that are changed.
+    """
+    count = call.count
+    of_images = any(tensor.is_floating_point() for tensor in call.tensors())
+
+    def others_of(samples: list[Any] | Tensor) -> list[Any]:
+        others = []
+        for i, sample in enumerate(samples):
+            scale = _SCALES[i % len(_SCALES)]
+            others.append(changed(sample, partial(_other_values, scale=scale, of_images=of_images)))
+        return others
+
+    def change(value: Any) -> Any:
+        if isinstance(value, list) and len(value) != count:
+            return [changed(entry, change, list) for entry in value]
+        if isinstance(value, list):
+            pairs = zip(rows.tolist(), value, others_of(value), strict=True)
+            return [(sample, other)[marked] for marked, sample, other in pairs]
+        if not value.ndim or len(value) != count:
+            return value
+        marks = rows.to(value.device).reshape(-1, *[1] * (value.ndim - 1))
+        return torch.where(marks, torch.stack(others_of(value)), value)
+
+    return _changed_call(call, change)
+
+
+def _other_values(sample: Tensor, *, scale: float, of_images: bool) -> Tensor:
+    """Return a sample's numbers in another order, times a scale; of whole numbers, others drawn."""
+    generator = torch.Generator().manual_seed(sample.numel())
+    if sample.is_floating_point() or sample.is_complex():
+        order = torch.randperm(sample.numel(), generator=generator).to(sample.device)
+        other = scale * sample.flatten()[order].reshape(sample.shape)
+        if torch.equal(other, sample):
+            return scale * torch.randn(sample.shape, generator=generator).to(sample)
+        return other
+    if of_images or sample.dtype == torch.bool or not sample.numel():
+        return sample
+    low, high = int(sample.min()), int(sample.max())
+    return torch.randint(low, high + 1, sample.shape, generator=generator).to(sample)
+
+
+def values_of_sample(call: Example, sample: int) -> list[Tensor]:
+    """Return the tensors of one sample of a call."""
+    count = call.count
+    kept: list[Tensor] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, list) and len(value) == count:
+            kept.extend(tensor for _, tensor in named_tensors(value[sample]))
+        elif isinstance(value, list):
+            for entry in value:
+                changed(entry, collect, list)
+        elif value.ndim and len(value) == count:
+            kept.append(value[sample])
+
+    _changed_call(call, collect)
+    return kept

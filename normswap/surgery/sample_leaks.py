@@ -1,0 +1,643 @@
+"""PROVE, for private and federated training: a step of training keeps the samples of a batch apart.
+
+A copy of the result trains on two small batches that have one sample in common, the kept one. The
+random numbers are the same in both runs. The outputs of the kept sample and the gradient of its
+input must be the same, too: whatever differs was taken from the other samples. A buffer that the
+step changes is a statistic that gets no noise and that no server averages.
+
+The copy's parameters are moved a little first, so that a path behind a factor of zero, such as a
+SkipInit scalar before training, is seen as well. The arithmetic is float64 where the device has
+it. There a network that keeps samples apart differs by rounding at most.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from normswap.copying import dotted, duplicate, tree
+from normswap.errors import RefusedError, first_line, spelled
+from normswap.graph.recorder import Widening
+from normswap.layers.seeding import seeded
+from normswap.models import calling
+from normswap.models.calling import Example, named_tensors
+from normswap.models.modes import hooked
+from normswap.schemes.scheme import TrainingProof
+from normswap.surgery.changed_samples import (
+    trial_batches,
+    values_of_sample,
+    with_other_values,
+    with_rows,
+)
+from normswap.surgery.network import Network
+
+# The kept sample is the second, so that a shift along the batch is seen in either direction.
+KEPT = 1
+# What may differ by rounding, relative to the largest number of a tensor.
+_ROUNDING = 1e-9
+_ROUNDING_OF_FLOAT32 = 1e-5
+# How far parameters are moved, relative to themselves; zeros get normal noise of this deviation.
+_SPREAD = 0.1
+# The reasons that are listed in a refusal.
+_LISTED = 3
+
+
+def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: str) -> None:
+    """Check by a run in training mode that a result can be trained for a purpose.
+
+    Args:
+        network: the source, whose first example the run is made of.
+        result: the converted network, which is not changed.
+        proof: what the purpose asks for.
+        purpose: its name, for the messages.
+
+    Raises:
+        RefusedError: samples are mixed, a buffer changes, the trainer refuses a layer, or the
+            network does not run in training mode, so that nothing is proved.
+    """
+    trial = _Trial.of(network, result, purpose)
+    findings = {**trial.changed_state(), **trial.mixed_samples()}
+    if proof.rows_are_samples and not findings:
+        findings = trial.moved_rows()
+    if proof.validator is not None and not findings:
+        findings = proof.validator(duplicate(result, {}).train())
+    if not findings:
+        return
+
+    listed = [f"{path or 'forward'}: {why}" for path, why in findings.items()]
+    if len(listed) > _LISTED:
+        listed = [*listed[:_LISTED], f"and {len(listed) - _LISTED} more"]
+    groupnorm = spelled("to", metavar="groupnorm")
+    remedy = (
+        "Put there what looks at one sample at a time and has no buffers (F.group_norm,"
+        f" F.layer_norm), or a BatchNorm module, which '{groupnorm}' replaces"
+    )
+    raise RefusedError(f"cannot convert to {purpose}", "; ".join(listed), remedy)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step of training on a fresh copy gave.
+
+    Args:
+        outputs: the outputs by name.
+        listed: whether the forward returns a list with an entry for each sample.
+        later: the outputs of a second run on the same copy, with other random numbers.
+        gradients: the gradient of every input, in the form of the call.
+        rows: the first input of each layer that learns, by path, as often as the layer was called.
+        model: the copy after both runs.
+    """
+
+    outputs: dict[str, Tensor]
+    listed: bool
+    later: dict[str, Tensor]
+    gradients: Example
+    rows: dict[str, list[Tensor]]
+    model: nn.Module
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One call of a torch function in a forward.
+
+    Args:
+        name: the function, as people write it.
+        path: the module whose forward calls it.
+        live: the tensors that it returned, with their history.
+        values: the numbers of these tensors, as they were then.
+    """
+
+    name: str
+    path: str
+    live: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """The batches of a trial: one to train on, and one for the forward that follows.
+
+    Args:
+        call: the batch that is trained on.
+        later: the same samples in another order.
+    """
+
+    call: Example
+    later: Example
+
+    def changed(self, rows: Tensor) -> _Calls:
+        """Return the batches with other values in some rows."""
+        return _Calls(with_other_values(self.call, rows), with_other_values(self.later, rows))
+
+
+class _Trial:
+    """Steps of training on batches that have some samples in common."""
+
+    def __init__(self, model: nn.Module, call: Example, rounding: float) -> None:
+        rows = torch.arange(call.count)
+        self.model = model
+        self.count = call.count
+        self.rounding = rounding
+        self.calls = _Calls(call, with_rows(call, rows.roll(1)))
+        self.others_changed = self.calls.changed(rows != KEPT)
+        self.kept_changed = self.calls.changed(rows == KEPT)
+        self.all_changed = self.calls.changed(rows >= 0)
+
+    @classmethod
+    def of(cls, network: Network, result: nn.Module, purpose: str) -> _Trial:
+        """Return a trial of a copy of the result on the first batch that it runs on.
+
+        Raises RefusedError: it runs on none, or its outputs are not finite or depend on no sample.
+        """
+        unproved = f"nothing proves that training for {purpose} keeps samples apart"
+        trial = cls._that_runs(network, result, unproved, spread=True)
+        if not trial.is_finite:
+            trial = cls._that_runs(network, result, unproved, spread=False)
+        if not trial.is_finite:
+            raise RefusedError(unproved, "its outputs in training mode are not finite")
+        if not trial.depends_on_samples:
+            raise RefusedError(unproved, "no output in training mode depends on the samples")
+        return trial
+
+    @classmethod
+    def _that_runs(
+        cls, network: Network, result: nn.Module, unproved: str, *, spread: bool
+    ) -> _Trial:
+        record = network.after(result)
+        model = record.doubled().module if record.has_double else duplicate(result, {})
+        if spread:
+            _spread_parameters(model)
+        double = calling.anchor(model).dtype == torch.float64
+        rounding = _ROUNDING if double else _ROUNDING_OF_FLOAT32
+
+        why = ""
+        for batch in trial_batches(network.examples[0]):
+            # The forward is the user's and may raise anything.
+            try:
+                trial = cls(model, batch.like(model), rounding)
+                _ = trial.first, trial.second
+            except Exception as error:
+                why = f"in training mode it does not run on {batch}: {first_line(error)}"
+                continue
+            return trial
+        remedy = (
+            f"Give `{spelled('inputs', metavar='BATCH')}`: a batch of two samples or more with all"
+            " that its forward takes in training mode"
+        )
+        raise RefusedError(unproved, why, remedy)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers of the outputs are finite."""
+        return all(bool(value.isfinite().all()) for value in self.first.outputs.values())
+
+    @property
+    def depends_on_samples(self) -> bool:
+        """Whether some output moves with the other samples, as it has to."""
+        pairs = (
+            (self.first.outputs, self.second.outputs),
+            (self.first.later, self.second.later),
+        )
+        return any(self._any_moved(first, second) for first, second in pairs)
+
+    @cached_property
+    def first(self) -> _Step:
+        """The step on the batch itself."""
+        return _step(self.model, self.calls)
+
+    @cached_property
+    def second(self) -> _Step:
+        """The step on the batch whose other samples are changed."""
+        return _step(self.model, self.others_changed)
+
+    def changed_state(self) -> dict[str, str]:
+        """Return the modules whose buffers or frozen parameters a step changes, with the reason."""
+        before = _state(self.model)
+        after = _state(self.first.model)
+        beside = _state(self.second.model)
+        names: dict[str, list[str]] = {}
+        for name, tensor in after.items():
+            # A cache that is made at the first call is a constant, unless it depends on the batch.
+            old = before.get(name)
+            if old is None or old.shape != tensor.shape:
+                old = beside.get(name)
+            if old is None or not _same_values(old, tensor):
+                path, _, own = name.rpartition(".")
+                names.setdefault(path, []).append(own)
+        kinds = tree(self.model)
+        return {
+            path: (
+                f"a step of training changes what a {type(kinds[path]).__name__} keeps beside its"
+                f" parameters ({', '.join(own[:_LISTED])})"
+            )
+            for path, own in names.items()
+        }
+
+    def mixed_samples(self) -> dict[str, str]:
+        """Return the module whose forward mixes samples, by path, with the operation."""
+        outputs = self._leaking_outputs(self.first.outputs, self.second.outputs)
+        later = not outputs
+        if later:
+            outputs = self._leaking_outputs(self.first.later, self.second.later)
+        gradient = 0.0
+        if not outputs:
+            gradient = self._moved_gradient()
+        if not outputs and not gradient:
+            return {}
+
+        operation = self._first_mixing(later=later and bool(outputs))
+        if outputs:
+            name, share = next(iter(outputs.items()))
+            output = f"output {name}" if name else "the output"
+            consequence = f"{output} of a sample moves by {100 * share:.2g} %"
+        else:
+            consequence = f"the gradient of a sample moves by {100 * gradient:.2g} %"
+        consequence += " when only the other samples change"
+        if operation is not None:
+            kind = type(tree(self.model)[operation.path]).__name__
+            return {operation.path: f"{operation.name} (in a {kind}) mixes samples: {consequence}"}
+        if later and outputs:
+            return {
+                _keeper(self.first.model, self.second.model): f"{consequence} of an earlier batch"
+            }
+        return {"": consequence}
+
+    def moved_rows(self) -> dict[str, str]:
+        """Return the layers that learn whose row i is not sample i, by path, with the reason.
+
+        Opacus takes the gradient of row i for that of sample i.
+        """
+        findings = {}
+        for path, inputs in self.first.rows.items():
+            for entered, other in zip(inputs, self.second.rows.get(path, []), strict=False):
+                if entered.shape != other.shape or not bool(self._moved(entered, other).any()):
+                    continue
+                if len(entered) != self.count:
+                    findings[path] = (
+                        f"it gets {len(entered)} rows for {self.count} samples, so the gradient of"
+                        " a row is not that of a sample"
+                    )
+                elif bool(self._moved(entered, other)[KEPT].any()):
+                    findings[path] = (
+                        "row i of its input is not sample i, so the gradient of a row is not that of"
+                        " a sample"
+                    )
+        return findings
+
+    def _leaking_outputs(
+        self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        """Return the outputs that move for the kept sample, with the relative L2 of the move."""
+        leaks: dict[str, float] = {}
+        for name, value in first.items():
+            other = second.get(name)
+            if self.first.listed and name.partition(".")[0] != str(KEPT):
+                continue
+            if other is None or other.shape != value.shape:
+                leaks[name] = 1.0
+                continue
+            dim = _sample_dim(value, self.count)
+            if self.first.listed:
+                moved = self._moved(value, other)
+            elif dim is None:
+                moved = self._mixed_without_rows(
+                    name, value, other, later=first is self.first.later
+                )
+            else:
+                moved = self._moved(value, other).select(dim, KEPT)
+                value = value.select(dim, KEPT)
+                other = other.select(dim, KEPT)
+            if bool(moved.any()):
+                leaks[name] = _relative_change(value, other)
+        return leaks
+
+    def _mixed_without_rows(
+        self, name: str, value: Tensor, others_changed: Tensor, *, later: bool
+    ) -> Tensor:
+        """Mark the numbers that depend on several samples, in an output without a sample dimension.
+
+        One number for the batch may be a sum over samples, as a loss is. A sum f of a sample a and
+        of others b satisfies f(a, b) - f(a', b) = f(a, b') - f(a', b').
+        """
+        kept_changed = self._others["kept"][later].get(name, others_changed)
+        if kept_changed.shape != value.shape:
+            return torch.ones_like(value, dtype=torch.bool)
+        moved = self._moved(value, others_changed) & self._moved(value, kept_changed)
+        if value.numel() > 1 or not bool(moved.any()):
+            return moved
+        all_changed = self._others["all"][later].get(name, value)
+        size = (value - kept_changed).abs() + (others_changed - all_changed).abs()
+        rest = (value - kept_changed) - (others_changed - all_changed)
+        return rest.abs() > self.rounding * (size + value.abs())
+
+    @cached_property
+    def _others(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """The outputs of both runs with the kept sample changed, and with all samples changed."""
+        steps = {
+            "kept": _step(self.model, self.kept_changed),
+            "all": _step(self.model, self.all_changed),
+        }
+        return {name: (step.outputs, step.later) for name, step in steps.items()}
+
+    def _moved_gradient(self) -> float:
+        """Return the relative L2 by which the gradient of the kept sample's input moves, or 0."""
+        kept = values_of_sample(self.first.gradients, KEPT)
+        others = values_of_sample(self.second.gradients, KEPT)
+        for gradient, other in zip(kept, others, strict=True):
+            if bool(self._moved(gradient, other).any()):
+                return _relative_change(gradient, other)
+        return 0.0
+
+    def _first_mixing(self, *, later: bool) -> _Operation | None:
+        """Return the first operation with a number that depends on the kept sample and on others.
+
+        Where there is none, it is the first that puts another sample in the kept sample's row. An
+        operation that the gradient of an output passes is preferred: what a forward only looks at
+        is not the cause.
+        """
+        operations, outputs = _watched(self.model, self.calls, later=later)
+        others, _ = _watched(self.model, self.others_changed, later=later)
+        kept, _ = _watched(self.model, self.kept_changed, later=later)
+        mixing = []
+        reordering = []
+        for here, other, with_kept in zip(operations, others, kept, strict=False):
+            for live, value, a, b in zip(
+                here.live, here.values, other.values, with_kept.values, strict=False
+            ):
+                if not value.shape == a.shape == b.shape:
+                    mixing.append((here, live))
+                    continue
+                moved = self._moved(value, a)
+                if bool((moved & self._moved(value, b)).any()):
+                    mixing.append((here, live))
+                elif value.ndim and len(value) == self.count and bool(moved[KEPT].any()):
+                    reordering.append((here, live))
+        found = mixing or reordering
+        if not found:
+            return None
+        return next((operation for operation, live in found if _passes(outputs, live)), found[0][0])
+
+    def _any_moved(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+        for name, value in first.items():
+            other = second.get(name)
+            if other is None or other.shape != value.shape or bool(self._moved(value, other).any()):
+                return True
+        return False
+
+    def _moved(self, first: Tensor, second: Tensor) -> Tensor:
+        """Mark the numbers that differ by more than rounding."""
+        if not (first.is_floating_point() or first.is_complex()):
+            return first != second
+        size = first.abs().nan_to_num(0, 0, 0).amax() if first.numel() else first.new_zeros(())
+        apart = (first - second).abs() > self.rounding * size
+        return apart | (first.isfinite() != second.isfinite())
+
+
+@torch.no_grad()
+def _spread_parameters(model: nn.Module) -> None:
+    """Move a copy's parameters, so that no factor is zero because training begins there."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in nn.Module.parameters(model):
+        if not parameter.is_floating_point():
+            continue
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        noise = _SPREAD * noise.to(parameter)
+        parameter.copy_(torch.where(parameter == 0, noise, parameter * (1 + noise)))
+
+
+def _step(model: nn.Module, calls: _Calls) -> _Step:
+    """Train a fresh copy for a step, forward and backward, then run the later batch."""
+    copied = _fresh(model)
+    call = calls.call
+    rows: dict[str, list[Tensor]] = {}
+
+    def keep(path: str, _module: nn.Module, args: tuple[object, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].ndim:
+            rows.setdefault(path, []).append(args[0].detach().clone())
+
+    learning = {
+        path: module
+        for path, module in tree(copied).items()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+    handles = (
+        module.register_forward_pre_hook(partial(keep, path)) for path, module in learning.items()
+    )
+    leaves = call.map_floats(lambda tensor: tensor.detach().clone().requires_grad_())
+    with _training(copied, seed=0):
+        with hooked(handles):
+            # A forward may write into its input, which it must not do to a leaf.
+            result = leaves.map(torch.clone).call(copied)
+        outputs = _outputs(result)
+        gradients = _gradients(_loss(outputs, call.count), leaves)
+    with _training(copied, seed=1), torch.no_grad():
+        later = _outputs(calls.later.map(torch.clone).call(copied))
+    return _Step(
+        outputs={name: value.detach() for name, value in outputs.items()},
+        listed=_is_listed(result, call.count),
+        later=later,
+        gradients=gradients,
+        rows=rows,
+        model=copied,
+    )
+
+
+def _gradients(loss: Tensor, leaves: Example) -> Example:
+    """Return the gradients of the loss in the form of the call; zeros where it does not depend."""
+    inputs = [tensor for tensor in leaves.tensors() if tensor.requires_grad]
+    found: dict[int, Tensor | None] = {}
+    if loss.requires_grad and inputs:
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+        found = {id(leaf): gradient for leaf, gradient in zip(inputs, gradients, strict=True)}
+
+    def gradient_of(leaf: Tensor) -> Tensor:
+        gradient = found.get(id(leaf))
+        return torch.zeros_like(leaf) if gradient is None else gradient
+
+    return leaves.map(gradient_of)
+
+
+def _watched(
+    model: nn.Module, calls: _Calls, *, later: bool
+) -> tuple[list[_Operation], dict[str, Tensor]]:
+    """Return every operation of a forward in training mode, in order, and the outputs."""
+    copied = _fresh(model)
+    watch = _Watch(copied)
+    call = calls.later if later else calls.call
+    leaves = call.map_floats(lambda tensor: tensor.detach().clone().requires_grad_())
+    with _training(copied, seed=int(later)), hooked(watch.hooks()):
+        entered = leaves.map(torch.clone)
+        with watch:
+            result = entered.call(copied)
+    return watch.operations, _outputs(result)
+
+
+class _Watch(TorchFunctionMode):
+    """Keeps every operation of one forward, with the module whose forward makes it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.modules = tree(model)
+        self.around = [""]
+        self.operations: list[_Operation] = []
+
+    def hooks(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        """Register the hooks that follow which module runs."""
+        distinct: dict[nn.Module, str] = {}
+        for path, module in self.modules.items():
+            if path and not isinstance(module, torch.jit.ScriptModule):
+                distinct.setdefault(module, path)
+        for module, path in distinct.items():
+            yield module.register_forward_pre_hook(partial(self._enter, path))
+            yield module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, path: str, *_: object) -> None:
+        self.around.append(path)
+
+    def _leave(self, *_: object) -> None:
+        self.around.pop()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        tensors = tuple(tensor for _, tensor in named_tensors(result))
+        if tensors:
+            values = tuple(tensor.detach().clone() for tensor in tensors)
+            self.operations.append(_Operation(_name(func), self.around[-1], tensors, values))
+        return result
+
+
+def _name(function: Callable[..., object]) -> str:
+    """Return how people write a torch function: F.batch_norm, torch.roll, Tensor.mean."""
+    name = resolve_name(function) or getattr(function, "__name__", repr(function))
+    for long, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor.")):
+        name = name.replace(long, short)
+    return name
+
+
+def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
+    """Tell whether an output's gradient reaches a value."""
+    floats = [output.sum() for output in outputs.values() if output.requires_grad]
+    if not floats or not value.requires_grad:
+        return False
+    total = torch.stack(
+        [output.abs() if output.is_complex() else output for output in floats]
+    ).sum()
+    gradient = torch.autograd.grad(total, value, retain_graph=True, allow_unused=True)[0]
+    return gradient is not None
+
+
+def _fresh(model: nn.Module) -> nn.Module:
+    """Return a copy that shares the parameters that learn and owns everything else."""
+    return duplicate(model, {id(p): p for p in nn.Module.parameters(model) if p.requires_grad})
+
+
+@contextmanager
+def _training(model: nn.Module, seed: int) -> Iterator[None]:
+    """Train with gradients and given random numbers; the user's random numbers go on afterwards."""
+    tensor = calling.anchor(model)
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    model.train()
+    with ExitStack() as stack:
+        stack.callback(random.setstate, python_state)
+        stack.callback(np.random.set_state, numpy_state)
+        stack.enter_context(seeded(tensor.device))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(Widening() if tensor.dtype == torch.float64 else nullcontext())
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        yield
+
+
+def _outputs(result: object) -> dict[str, Tensor]:
+    return {
+        name: tensor.to_dense() if tensor.is_sparse else tensor
+        for name, tensor in named_tensors(result)
+    }
+
+
+def _is_listed(result: object, count: int) -> bool:
+    """Tell whether a forward returns an entry for each sample, as detectors do."""
+    if not isinstance(result, list | tuple) or len(result) != count:
+        return False
+    return all(_sample_dim(tensor, count) != 0 for _, tensor in named_tensors(result))
+
+
+def _loss(outputs: Mapping[str, Tensor], count: int) -> Tensor:
+    """Return a loss that is a sum over samples if the outputs keep samples apart.
+
+    An output without a sample dimension is summed as it is: its square would mix what it adds up.
+    """
+    loss = torch.zeros(())
+    for value in outputs.values():
+        if not value.requires_grad:
+            continue
+        real = torch.view_as_real(value) if value.is_complex() else value
+        loss = loss.to(real) + (
+            real.sum() if _sample_dim(value, count) is None else real.square().sum()
+        )
+    return loss
+
+
+def _sample_dim(value: Tensor, count: int) -> int | None:
+    """Return the dimension that counts samples: the first, or else the only one of that size."""
+    dims = [dim for dim, size in enumerate(value.shape) if size == count]
+    if dims[:1] == [0] or len(dims) == 1:
+        return dims[0]
+    return None
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a network that no optimizer moves: buffers and frozen parameters."""
+    state = {}
+    for path, module in tree(model).items():
+        frozen = {
+            name: p
+            for name, p in module._parameters.items()
+            if p is not None and not p.requires_grad
+        }
+        for name, tensor in {**frozen, **module._buffers}.items():
+            if tensor is not None:
+                state[dotted(path, name)] = tensor.detach()
+    return state
+
+
+def _keeper(first: nn.Module, second: nn.Module) -> str:
+    """Return the path of the first module that holds other numbers after another batch."""
+    others = tree(second)
+    for path, module in tree(first).items():
+        held = dict(named_tensors({k: v for k, v in vars(module).items() if not k.startswith("_")}))
+        other = vars(others[path])
+        for name, tensor in held.items():
+            beside = other.get(name)
+            if isinstance(beside, Tensor) and not _same_values(tensor, beside):
+                return path
+    return ""
+
+
+def _same_values(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def _relative_change(value: Tensor, other: Tensor) -> float:
+    """Return |other - value| / |value|."""
+    if value.shape != other.shape:
+        return 1.0
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    apart = (other.to(wide) - value.to(wide)).norm()
+    return float(apart / value.to(wide).norm().clamp_min(1e-300))
