@@ -287,8 +287,8 @@ class _Trial:
                     )
                 elif bool(self._moved(entered, other)[KEPT].any()):
                     findings[path] = (
-                        "row i of its input is not sample i, so the gradient of a row is not that of"
-                        " a sample"
+                        "row i of its input is not sample i, so the gradient of a row is not that"
+                        " of a sample"
                     )
         return findings
 
@@ -522,7 +522,7 @@ class _Watch(TorchFunctionMode):
 
 def _name(function: Callable[..., object]) -> str:
     """Return how people write a torch function: F.batch_norm, torch.roll, Tensor.mean."""
-    name = resolve_name(function) or getattr(function, "__name__", repr(function))
+    name: str = resolve_name(function) or getattr(function, "__name__", repr(function))
     for long, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor.")):
         name = name.replace(long, short)
     return name

@@ -39,7 +39,7 @@ class Around(nn.Module):
         self.last = nn.Conv2d(8, 8, 1)
         self.fc = nn.Linear(8, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.bn(self.conv(x)).relu()
         y = self.last(self.mix(y) if hasattr(self, "mix") else self.function(y)).relu()
         return self.fc(y.mean((2, 3)))
@@ -48,21 +48,21 @@ class Around(nn.Module):
 class Own(nn.Module):
     """A layer made of a function of itself and its input, with a scale that learns."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **buffers: Tensor) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Any], **buffers: Tensor) -> None:
         super().__init__()
         self.function = function
         self.scale = nn.Parameter(torch.ones(8, 1, 1))
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.function(self, x) * self.scale
 
 
 class WithoutParameters(Own):
     """The same without a scale, so that Opacus has nothing against its buffers."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **buffers: Tensor) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Any], **buffers: Tensor) -> None:
         super().__init__(function, **buffers)
         self.scale.requires_grad_(False)
 
@@ -77,7 +77,7 @@ class Reader(nn.Module):
         self.mix = mix
         self.fc = nn.Linear(8, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = self.bn(self.conv(x)).relu().flatten(2).transpose(1, 2)
         y = self.mix(y, y, y) if isinstance(self.mix, nn.MultiheadAttention) else self.mix(y)
         return self.fc((y[0] if isinstance(y, tuple) else y).mean(1))
@@ -90,8 +90,8 @@ class Cell(nn.Module):
         super().__init__()
         self.cell = cell
 
-    def forward(self, x: Tensor) -> Tensor:
-        state = None
+    def forward(self, x: Tensor) -> Any:
+        state: Any = None
         for position in x.unbind(1)[:4]:
             state = self.cell(position, state)
         return (state[0] if isinstance(state, tuple) else state)[:, None]
@@ -101,11 +101,11 @@ class StraightThrough(torch.autograd.Function):
     """The identity, whose gradient is divided by the norm of the batch's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Any:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0] / grads[0].norm()
 
 
@@ -116,7 +116,7 @@ class Training(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.function(x) if self.training else x
 
 
@@ -127,36 +127,36 @@ class Zero(nn.Module):
         super().__init__()
         self.alpha = nn.Parameter(torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return x + self.alpha * (x - x.mean(0))
 
 
-def standardized(x: Tensor, *dims: int) -> Tensor:
+def standardized(x: Tensor, *dims: int) -> Any:
     return (x - x.mean(dims, keepdim=True)) / (x.var(dims, keepdim=True) + 1e-5).sqrt()
 
 
-def running(self: Any, x: Tensor) -> Tensor:
+def running(self: Any, x: Tensor) -> Any:
     return F.batch_norm(x, self.mean, self.var, training=self.training)
 
 
-def updated(self: Any, x: Tensor) -> Tensor:
+def updated(self: Any, x: Tensor) -> Any:
     if self.training:
         with torch.no_grad():
             self.mean.lerp_(x.mean((0, 2, 3)), 0.1)
     return x - self.mean[:, None, None]
 
 
-def attribute(self: Any, x: Tensor) -> Tensor:
+def attribute(self: Any, x: Tensor) -> Any:
     past = getattr(self, "past", torch.zeros(8, 1, 1).to(x))
     self.past = 0.9 * past + 0.1 * x.detach().mean((0, 2, 3))[:, None, None]
     return x - past
 
 
-def shuffled(x: Tensor) -> Tensor:
+def shuffled(x: Tensor) -> Any:
     return x[torch.randperm(len(x))]
 
 
-def attending(x: Tensor) -> Tensor:
+def attending(x: Tensor) -> Any:
     rows = x.flatten(1)
     return (torch.softmax(rows @ rows.T / 100, 1) @ rows).view_as(x)
 
@@ -271,7 +271,7 @@ class Inputs(nn.Module):
         self.inner = Around(mix)
         self.words = nn.Embedding(10, 3)
 
-    def forward(self, x: Any, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Any, mask: Tensor | None = None) -> Any:
         if isinstance(x, list):
             x = torch.stack(x)
         if not x.is_floating_point():
@@ -312,7 +312,7 @@ INPUTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def convert(model: nn.Module, purpose: str, x: Any = None, to: str = "groupnorm") -> Any:
+def convert(model: nn.Module, purpose: Any, x: Any = None, to: str = "groupnorm") -> Any:
     torch.manual_seed(0)
     x = torch.randn(3, 3, 12, 12) if x is None else x
     return normswap.convert(model.eval(), to, inputs=x, purpose=purpose)
@@ -432,7 +432,7 @@ class InRows(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         rows = x.movedim(1, -1)
         return self.linear(rows.flatten(0, 2)).view(rows.shape).movedim(-1, 1)
 
@@ -444,7 +444,7 @@ class InColumns(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         columns = x[:, :, :, 0].permute(2, 0, 1)
         return self.linear(columns).permute(1, 2, 0)[..., None] + x
 
@@ -456,7 +456,7 @@ class Shuffled(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(8, 8, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.conv(x.flip(0)).flip(0)
 
 
@@ -476,9 +476,9 @@ def test_opacus_takes_row_i_for_sample_i(mix: type[nn.Module]) -> None:
 )
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.one_in(4)
-def test_networks_of_timm_pass(arch: str, purpose: str) -> None:
+def test_networks_of_timm_pass(arch: str, purpose: Any) -> None:
     is_transformer = arch.startswith("vit")
-    size = {"img_size": 32, "depth": 2} if is_transformer else {}
+    size: dict[str, Any] = {"img_size": 32, "depth": 2} if is_transformer else {}
     model = timm.create_model(arch, num_classes=10, drop_rate=0.2, **size)
 
     done = normswap.convert(
