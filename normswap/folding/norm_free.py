@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, attempt, enlarge, scalar_readers, shrink_input
+from normswap.graph.anatomy import Anatomy, Block
 from normswap.graph.tracing import constant, inputs, is_constant_mul
 
 
@@ -36,6 +37,16 @@ def free(builder: PlanBuilder) -> None:
             continue
         if builder.anatomy.takes_part(path):
             _free_block(builder, path, module)
+
+
+def ends_in_own_factor(anatomy: Anatomy, block: Block) -> bool:
+    """Tell whether a residual block's branch ends in a factor of the block's own forward.
+
+    No module returns the branch's value then, so nothing can be placed at its end.
+    """
+    # A block of several sums has the path of its module, a plus sign and a number.
+    module = anatomy.traced.modules[block.path.partition("+")[0]]
+    return block.tail is None and isinstance(module, NormFreeBlock)
 
 
 @contextmanager

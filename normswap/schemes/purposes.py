@@ -53,24 +53,18 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
     traced = anatomy.traced
     for path, module in traced.modules.items():
         if getattr(module, "inplace", False) is True:
-            outer = next(
-                (parent for parent in builder.replacements if path.startswith(f"{parent}.")), None
-            )
-            if outer is None:
-                builder.replace(path, "OutOfPlace")
-            else:
-                builder.replacements[outer] = replace(
-                    builder.replacements[outer], out_of_place=True
-                )
+            _plan_out_of_place(builder, path)
         _refuse_layers(builder, path, module)
         if path not in builder.refusals and path not in builder.replacements:
             _refuse_buffers(builder, path, module)
+
     for node in traced.nodes:
         if overwrites(traced, node):
             _copy_before(builder, node)
-    for path, why in traced.opaque.items():
+
+    for path, reason in traced.opaque.items():
         builder.notes.append(
-            f"{path} cannot be looked into ({why}): whether it writes in place is not known"
+            f"{path} cannot be looked into ({reason}): whether it writes in place is not known"
         )
     return builder
 
@@ -88,6 +82,8 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
         validators = importlib.import_module("opacus.validators")
     except ModuleNotFoundError:
         return {}
+
+    # The validator does not say the path of what it refuses, so its checks are called one by one.
     refused = {}
     for path, module in tree(model).items():
         validate = validators.ModuleValidator.VALIDATORS.get(type(module))
@@ -95,24 +91,20 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
             continue
         for error in validate(module):
             refused[path] = f"Opacus refuses a {type(module).__name__}: {first_line(error)}"
+
     remaining = validators.ModuleValidator.validate(model, strict=False)
     if remaining and not refused:
         refused[""] = f"Opacus refuses the network: {first_line(remaining[0])}"
     return refused
 
 
-def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Refuse a recurrent or attention layer of torch and name Opacus' own layer."""
-    for kind, layer in _OPACUS_LAYERS.items():
-        if isinstance(module, kind) and learns(module):
-            builder.refusals[path] = (
-                f"Opacus has no gradients per sample of a {type(module).__name__};"
-                f" opacus.layers.{layer} takes its weights"
-            )
-            return
+def learns(module: nn.Module) -> bool:
+    """Tell whether a module has parameters of its own that learn, which is what Opacus hooks."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _refuse_statistics(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    """Refuse a layer that takes its statistics from the batch or keeps running ones."""
     remedy = "groupnorm, skipinit and frozen-bn do not"
     if affine.is_batchnorm(module) and not affine.is_frozen(module):
         builder.refusals[path] = (
@@ -126,44 +118,68 @@ def _refuse_statistics(builder: PlanBuilder, path: str, module: nn.Module) -> No
         )
 
 
-def learns(module: nn.Module) -> bool:
-    """Whether the module has parameters of its own that learn: what Opacus hooks."""
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    """Refuse a recurrent or attention layer of torch and name Opacus' own layer."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return
+    for kind, layer in _OPACUS_LAYERS.items():
+        if isinstance(module, kind):
+            builder.refusals[path] = (
+                f"Opacus has no gradients per sample of a {type(module).__name__};"
+                f" opacus.layers.{layer} takes its weights"
+            )
+            return
 
 
 def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    buffers = [name for name, _ in module.named_buffers() if learns(module)]
+    """Refuse a layer that learns and holds buffers; give a bias to a parametrized one without."""
+    if not learns(module):
+        if parametrize.is_parametrized(module):
+            # Without a bias Opacus would hook the parametrization, which sees no samples.
+            builder.replace(path, "WithBias")
+            builder.settle(path, Outcome("learn", "learns", "it gets a bias"))
+        return
+
+    buffers = [name for name, _ in module.named_buffers()]
     if buffers:
-        what = (
+        builder.refusals[path] = (
             f"a {type(module).__name__} learns and holds buffers ({', '.join(buffers[:3])}), which"
-            " Opacus refuses"
+            " Opacus refuses; groupnorm, skipinit, folded and frozen-bn have none"
         )
-        builder.refusals[path] = f"{what}; groupnorm, skipinit, folded and frozen-bn have none"
-    elif parametrize.is_parametrized(module) and not learns(module):
-        # Without a bias Opacus would hook the parametrization, which sees no samples.
-        builder.replace(path, "WithBias")
-        builder.settle(path, Outcome("learn", "learns", "it gets a bias"))
+
+
+def _plan_out_of_place(builder: PlanBuilder, path: str) -> None:
+    """Plan that an activation does not write in place, also inside of a layer that is replaced."""
+    for parent, edit in builder.replacements.items():
+        if path.startswith(f"{parent}."):
+            builder.replacements[parent] = replace(edit, out_of_place=True)
+            return
+    builder.replace(path, "OutOfPlace")
 
 
 def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     """Copy the output of a layer that learns before `node` writes into it."""
     traced = builder.traced
-    value = inputs(node)[0]
-    while not _owners(traced, value) and shares(traced, value) and inputs(value):
-        value = inputs(value)[0]
-    owners = _owners(traced, value)
     writer = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
-    if not owners or (writer is not None and writer.layer == "OutOfPlace"):
+    if writer is not None and writer.layer == "OutOfPlace":
         return
-    if any(isinstance(traced.modules[path], Copy) for path in traced.outputs[value]):
+
+    # A view shares the memory of what it looks at, so the layer is looked for behind all views.
+    value = inputs(node)[0]
+    while not _learning_owners(traced, value) and shares(traced, value) and inputs(value):
+        value = inputs(value)[0]
+    owners = _learning_owners(traced, value)
+    if not owners or any(isinstance(traced.modules[p], Copy) for p in traced.outputs[value]):
         return
+
     path = owners[-1]
-    if path in builder.replacements:
-        edit = builder.replacements[path]
-        builder.replacements[path] = replace(edit, then=(*edit.then, Then("Copy")))
-    else:
+    edit = builder.replacements.get(path)
+    if edit is None:
         builder.replacements[path] = Edit(path, "Copy", keep=True)
+    else:
+        builder.replacements[path] = replace(edit, then=(*edit.then, Then("Copy")))
 
 
-def _owners(traced: Traced, node: fx.Node) -> list[str]:
+def _learning_owners(traced: Traced, node: fx.Node) -> list[str]:
+    """Return the layers that learn and return the node's value, innermost first."""
     return [path for path in traced.outputs.get(node, ()) if learns(traced.modules[path])]

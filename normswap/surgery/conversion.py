@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from timm.models.nfnet import NormFreeBlock
 from torch import nn
 
 from normswap import schemes
 from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError, spelled
+from normswap.folding import norm_free
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
-from normswap.graph.anatomy import Anatomy, Block, naming, patterns, restrict
+from normswap.graph.anatomy import Anatomy, naming, patterns, restrict
 from normswap.layers import affine
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
@@ -253,7 +253,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     if averaged:
         before.append("estimate")
     if target.scheme.on_branches and any(
-        _ends_in_a_factor(anatomy, block) for block in anatomy.included_blocks
+        norm_free.ends_in_own_factor(anatomy, block) for block in anatomy.included_blocks
     ):
         before.append("folded")
     lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
@@ -277,15 +277,6 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
         if merging.scheme.plan(anatomy).replacements:
             way.append(merging)
     return way + after
-
-
-def _ends_in_a_factor(anatomy: Anatomy, block: Block) -> bool:
-    """Whether it is a block of timm's normalizer-free networks, whose branch ends in a factor of
-    the block's own.
-    """
-    return block.tail is None and isinstance(
-        anatomy.traced.modules[block.path.partition("+")[0]], NormFreeBlock
-    )
 
 
 def _alike(network: Network, to: str, options: Options) -> Conversion:
