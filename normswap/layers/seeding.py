@@ -7,7 +7,7 @@ import torch
 
 
 @contextmanager
-def seeded(*devices: torch.device) -> Iterator[None]:
+def seeded(*devices: torch.device, seed: int = 0) -> Iterator[None]:
     """Seed the random numbers with 0 inside a `with` block, and restore the user's after it.
 
     Args:
@@ -17,9 +17,9 @@ def seeded(*devices: torch.device) -> Iterator[None]:
 
     with ExitStack() as forks:
         forks.enter_context(torch.random.fork_rng(devices=[]))
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(seed)
 
         for device in accelerators:
             forks.enter_context(torch.random.fork_rng([device], device_type=device.type))
-            torch.get_device_module(device).manual_seed(0)
+            torch.get_device_module(device).manual_seed(seed)
         yield

@@ -29,7 +29,7 @@ from normswap.graph.recorder import Widening
 from normswap.layers.seeding import seeded
 from normswap.models import calling
 from normswap.models.calling import Example, named_tensors
-from normswap.models.modes import hooked
+from normswap.models.modes import callers_dtype, hooked
 from normswap.schemes.scheme import TrainingProof
 from normswap.surgery.changed_samples import (
     trial_batches,
@@ -65,6 +65,15 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
     """
     trial = _Trial.of(network, result, purpose)
     findings = {**trial.changed_state(), **trial.mixed_samples()}
+    remedy = ""
+    if findings:
+        groupnorm = spelled("to", metavar="groupnorm")
+        remedy = (
+            "Put there what looks at one sample at a time and has no buffers (F.group_norm,"
+            f" F.layer_norm), or a BatchNorm module, which '{groupnorm}' replaces"
+        )
+
+    # What follows is asked only where samples stay apart, as it would name the same in other words.
     if proof.rows_are_samples and not findings:
         findings = trial.moved_rows()
     if proof.validator is not None and not findings:
@@ -75,11 +84,6 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
     listed = [f"{path or 'forward'}: {why}" for path, why in findings.items()]
     if len(listed) > _LISTED:
         listed = [*listed[:_LISTED], f"and {len(listed) - _LISTED} more"]
-    groupnorm = spelled("to", metavar="groupnorm")
-    remedy = (
-        "Put there what looks at one sample at a time and has no buffers (F.group_norm,"
-        f" F.layer_norm), or a BatchNorm module, which '{groupnorm}' replaces"
-    )
     raise RefusedError(f"cannot convert to {purpose}", "; ".join(listed), remedy)
 
 
@@ -257,9 +261,9 @@ class _Trial:
         if outputs:
             name, share = next(iter(outputs.items()))
             output = f"output {name}" if name else "the output"
-            consequence = f"{output} of a sample moves by {100 * share:.2g} %"
+            consequence = f"{output} of a sample moves by {100 * share:.3g} %"
         else:
-            consequence = f"the gradient of a sample moves by {100 * gradient:.2g} %"
+            consequence = f"the gradient of a sample moves by {100 * gradient:.3g} %"
         consequence += " when only the other samples change"
         if operation is not None:
             kind = type(tree(self.model)[operation.path]).__name__
@@ -331,7 +335,7 @@ class _Trial:
         if kept_changed.shape != value.shape:
             return torch.ones_like(value, dtype=torch.bool)
         moved = self._moved(value, others_changed) & self._moved(value, kept_changed)
-        if value.numel() > 1 or not bool(moved.any()):
+        if value.numel() > 1 or value.dtype == torch.bool or not bool(moved.any()):
             return moved
         all_changed = self._others["all"][later].get(name, value)
         size = (value - kept_changed).abs() + (others_changed - all_changed).abs()
@@ -530,14 +534,11 @@ def _name(function: Callable[..., object]) -> str:
 
 def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
     """Tell whether an output's gradient reaches a value."""
-    floats = [output.sum() for output in outputs.values() if output.requires_grad]
-    if not floats or not value.requires_grad:
+    totals = [output.abs().sum() for output in outputs.values() if output.requires_grad]
+    if not totals or not value.requires_grad:
         return False
-    total = torch.stack(
-        [output.abs() if output.is_complex() else output for output in floats]
-    ).sum()
-    gradient = torch.autograd.grad(total, value, retain_graph=True, allow_unused=True)[0]
-    return gradient is not None
+    gradients = torch.autograd.grad(totals, value, retain_graph=True, allow_unused=True)
+    return gradients[0] is not None
 
 
 def _fresh(model: nn.Module) -> nn.Module:
@@ -555,12 +556,12 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(random.setstate, python_state)
         stack.callback(np.random.set_state, numpy_state)
-        stack.enter_context(seeded(tensor.device))
+        stack.enter_context(seeded(tensor.device, seed=seed))
+        stack.enter_context(callers_dtype())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(Widening() if tensor.dtype == torch.float64 else nullcontext())
         random.seed(seed)
         np.random.seed(seed)
-        torch.manual_seed(seed)
         yield
 
 
