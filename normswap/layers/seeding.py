@@ -8,10 +8,11 @@ import torch
 
 @contextmanager
 def seeded(*devices: torch.device, seed: int = 0) -> Iterator[None]:
-    """Seed the random numbers with 0 inside a `with` block, and restore the user's after it.
+    """Seed the random numbers inside a `with` block, and restore the user's after it.
 
     Args:
         devices: Accelerators whose generators are seeded, too. The CPU's always is.
+        seed: The seed of all generators.
     """
     accelerators = [device for device in devices if device.type not in ("cpu", "meta", "mps")]
 
