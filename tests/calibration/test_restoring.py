@@ -218,9 +218,7 @@ class Branched(nn.Module):
         return self.head((self.arms[0](x) + self.arms[1](x)).relu().flatten(1))
 
 
-def test_a_reference_with_norms_and_branches_is_folded_branch_by_branch_at_the_size_that_is_given() -> (
-    None
-):
+def test_a_reference_is_folded_branch_by_branch_at_the_given_size() -> None:
     """Each convolution gets the moments of its norm's output, and not those of the sum."""
     torch.manual_seed(0)
     source = Branched().double()

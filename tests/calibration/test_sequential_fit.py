@@ -137,9 +137,8 @@ def crossed(x: Array, y: Array, prior: Array, *, biases: bool = True) -> float:
         x, y: (images, rows, f) and (images, rows, o).
         biases: are part of what is fitted; else only the errors' variance counts.
     """
-    even, odd = (
-        tuple(value[i::2].reshape(-1, value.shape[2]) for value in (x, y)) for i in range(2)
-    )
+    even = tuple(value[0::2].reshape(-1, value.shape[2]) for value in (x, y))
+    odd = tuple(value[1::2].reshape(-1, value.shape[2]) for value in (x, y))
 
     def error(ridge: float) -> float:
         weight, bias = ridged(*even, prior, ridge)
@@ -197,7 +196,7 @@ def test_a_norm_makes_up_for_the_stream() -> None:
 
 
 def test_the_ridge_is_the_one_that_errs_least_on_the_other_half_biases_and_all() -> None:
-    """Problems in which the halves have other means: a choice without the biases would be another."""
+    """The halves differ in their means, so a choice without biases would be another one."""
     differs = 0
     for seed in range(30):
         generator = torch.Generator().manual_seed(seed)
@@ -218,7 +217,7 @@ def test_the_ridge_is_the_one_that_errs_least_on_the_other_half_biases_and_all()
 def test_the_share_of_eps_is_what_was_asked_for_in_every_group(
     relative_eps: float, share: float
 ) -> None:
-    """Counted on samples: the variance over a group, and how much of what it is divided by eps is."""
+    """Samples give the variance over a group and the share of eps in what it is divided by."""
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(8).double().eval()
     norm.running_mean.normal_()  # type: ignore[union-attr]

@@ -97,7 +97,7 @@ def test_the_gradient_is_that_of_the_loss() -> None:
 
 
 def test_the_channel_that_tells_nothing_carries_the_sum() -> None:
-    """Of four channels the third is silent: u is largest there; the held one stays, none goes far."""
+    """The third of four channels is silent, so u is largest there, and no other one goes far."""
     spread = torch.diag(torch.tensor([1.0, 1.0, 1e-4, 1.0]))
     sums = torch.full((4, 4), 3.0)
     found = zero_sum_rescaling.factors(

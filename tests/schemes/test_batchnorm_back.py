@@ -225,7 +225,8 @@ FACTORY = """
 from torch import nn
 
 def make():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 38 * 38, 5))
+    head = nn.Flatten(), nn.Linear(4 * 38 * 38, 5)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *head)
 """
 
 

@@ -1,6 +1,7 @@
 """What SkipInit's scalars start from, where they stand, and what they do in training."""
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -55,15 +56,13 @@ def with_scalars(arch: str, alpha: str | float) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """timm's residual blocks, in order."""
-    stages: Any = (
-        [getattr(model, f"layer{i}") for i in (1, 2, 3, 4)] if hasattr(model, "layer1") else None
-    )
-    return [
-        block
-        for stage in stages or [s.blocks for s in model.get_submodule("stages")]
-        for block in stage
-    ]  # type: ignore[union-attr]
+    """Return timm's residual blocks, in order."""
+    stages: list[Any]
+    if hasattr(model, "layer1"):
+        stages = [model.get_submodule(f"layer{i}") for i in (1, 2, 3, 4)]
+    else:
+        stages = [stage.blocks for stage in model.get_submodule("stages").children()]
+    return list(itertools.chain.from_iterable(stages))
 
 
 def scales(model: nn.Module) -> list[Scale]:
@@ -134,7 +133,7 @@ def test_match_is_the_deviation_of_the_branch(arch: str) -> None:
     ],
 )
 def test_resets(arch: str, alpha: str | float, expected: float | None) -> None:
-    """The scalars start where asked; the branches are those of `match`, so that only alpha differs."""
+    """The scalars start where asked. The branches are those of `match`, so only alpha differs."""
     model, x = source(arch)
     count = len(blocks(model))
     value = count**-0.5 if expected is None else expected

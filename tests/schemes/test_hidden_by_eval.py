@@ -57,7 +57,7 @@ CASES = [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)]
 @pytest.mark.parametrize(("name", "row"), CASES, ids=str)
 @pytest.mark.one_in(4)
 def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
-    """Their statistics are those of what reaches them; they train as the source does, and as fast."""
+    """They have the statistics of their input, and train as the source does, and as fast."""
     generator = dice(name, row)
     seed = generator.randrange(4)
     epsilon = generator.choice([None, 3e-4])

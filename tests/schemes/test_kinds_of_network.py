@@ -1,4 +1,4 @@
-"""Kinds of network: a trained one of the zoo, fitted and not; rescaling; what held-out images tell."""
+"""Kinds of network: a trained one of the zoo, fitted and not; rescaling; held-out images."""
 
 import copy
 import json
@@ -145,7 +145,9 @@ def test_only_filters_of_one_channel_among_groups_keep_their_means() -> None:
         nn.Conv2d(8, 8, 3, groups=8),
         nn.Conv2d(8, 8, 3),
     ]
-    parts = [part for conv in convs for part in (conv, nn.BatchNorm2d(8), nn.ReLU())]
+    parts: list[nn.Module] = []
+    for conv in convs:
+        parts += [conv, nn.BatchNorm2d(8), nn.ReLU()]
     model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
     planned, _ = conversion.plan_step(inspect(model, torch.randn(2, 1, 16, 16)), "nf", stem="fit")
 

@@ -200,7 +200,7 @@ def test_spectral_norm_of_transposed_convolutions_is_of_the_matrix_of_filters() 
 
 @pytest.mark.parametrize(("size", "groups"), [(4, 16), (16, 4), (64, 1), (128, 1)])
 def test_group_size_is_of_channels(resnet: nn.Module, size: int, groups: int) -> None:
-    """Of the stem's 64 channels: so many to a group, and F.group_norm with that number of groups."""
+    """The stem's 64 channels form groups of this size, and F.group_norm agrees."""
     net: Any = swapped(resnet, "groupnorm", group_size=size, relative_eps=0)
     assert net.bn1.num_groups == groups
     x: Tensor = torch.randn(2, 64, 5, 5, dtype=torch.float64)

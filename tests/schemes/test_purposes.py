@@ -1,6 +1,4 @@
-"""Private and federated training: what Opacus itself says, and its gradients per sample against one
-at a time.
-"""
+"""Private and federated training: what Opacus itself says, and its gradients per sample."""
 
 import copy
 import functools
@@ -29,7 +27,7 @@ from normswap.storage.checkpoint import open_model
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
 )  # opacus': no secure random numbers, hooks on inputs without gradient
-WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
+TARGETS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("groupnorm", {"relative_eps": 0}),
     ("layernorm", {"relative_eps": 0}),
     ("skipinit", {}),
@@ -122,9 +120,7 @@ def test_the_demo_network_trains_privately(to: str, tmp_path: Path, opacus: Any)
 
 @pytest.mark.parametrize("arch", ["test_efficientnet", "resnetv2_18"])
 def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
-    """`ModuleValidator.fix` leaves BatchNormAct2d, and finds nothing wrong: statistics of the batch
-    stay in it.
-    """
+    """`ModuleValidator.fix` leaves BatchNormAct2d and finds nothing wrong with its statistics."""
     model = small(arch).float().train()
     validator = opacus.validators.ModuleValidator
     fixed = validator.fix(model)
@@ -142,13 +138,11 @@ def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
         assert losses[-1] < losses[0]
 
 
-@crossed("arch, way", NARROW, WAYS, every=4, ids=named)
+@crossed("arch, target", NARROW, TARGETS, every=4, ids=named)
 @pytest.mark.one_in(2)
-def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]], opacus: Any) -> None:
-    """Opacus' gradients of every parameter for every sample, against plain autograd on one sample
-    at a time.
-    """
-    to, options = way
+def test_gradients_per_sample(arch: str, target: tuple[str, dict[str, Any]], opacus: Any) -> None:
+    """Opacus' gradients of each sample are those of plain autograd on that sample alone."""
+    to, options = target
     if (arch, to) in UNFIT:
         with pytest.raises(RefusedError, match="no residual blocks"):
             normswap.convert(small(arch), to, purpose="opacus", input_size=(3, 32, 32), **options)
@@ -181,18 +175,18 @@ def test_gradients_per_sample(arch: str, way: tuple[str, dict[str, Any]], opacus
 
 
 @crossed(
-    "one, way",
+    "network, target",
     [("resnetv2_18", "opacus"), ("resnetv2_18", "federated"), ("seresnet18", "opacus")],
-    WAYS,
+    TARGETS,
     every=3,
     ids=lambda row: "-".join(map(str, row)) if isinstance(row[1], str) else named(row),
 )
 @pytest.mark.one_in(2)
 def test_the_function_is_that_of_the_scheme(
-    one: tuple[str, str], way: tuple[str, dict[str, Any]]
+    network: tuple[str, str], target: tuple[str, dict[str, Any]]
 ) -> None:
-    (arch, purpose) = one
-    (to, options) = way
+    arch, purpose = network
+    to, options = target
     model = small(arch)
     plain = normswap.convert(model, to, input_size=(3, 32, 32), **options)
     done = normswap.convert(model, to, purpose=purpose, input_size=(3, 32, 32), **options)
@@ -211,10 +205,10 @@ def test_the_function_is_that_of_the_scheme(
     assert record.plan == done.plan
 
 
-@pytest.mark.parametrize("way", WAYS, ids=named)
+@pytest.mark.parametrize("target", TARGETS, ids=named)
 @pytest.mark.one_in(2)
-def test_federated_training_changes_parameters_only(way: tuple[str, dict[str, Any]]) -> None:
-    to, options = way
+def test_federated_training_changes_parameters_only(target: tuple[str, dict[str, Any]]) -> None:
+    to, options = target
     model = normswap.convert(
         small("resnetv2_18"), to, purpose="federated", input_size=(3, 32, 32), **options
     ).model.train()

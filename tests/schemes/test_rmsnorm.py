@@ -91,7 +91,7 @@ def test_exact(name: str) -> None:
     ],
 )
 def test_laws(name: str, scheme: str) -> None:
-    """Edits have no order, a plan replays on a fresh skeleton, and gradients reach every parameter."""
+    """Edits have no order, a plan replays on a fresh skeleton, gradients reach all parameters."""
     model, x = small(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     planned, _ = step(model, scheme)
