@@ -11,6 +11,7 @@ import torch
 from support import zoo_networks
 from support.lived_in_networks import distance, run
 from support.model_sources import small
+from support.sampled_tables import quick
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torchvision.models.detection import FasterRCNN
@@ -232,8 +233,7 @@ def test_the_share_of_eps_is_what_was_asked_for_in_every_group(
         assert float(values[:, group].mean(0).abs().max()) < 0.05 * float(values[:, group].std())
 
 
-@pytest.mark.parametrize("kind", ["preact", "plain"])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", quick(["preact", "plain"], ["preact"]))
 def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str) -> None:
     """Trained networks, and 300 images that were not seen."""
     loader = make_loader(zoo_networks.PREPROCESSING, str(shipped.FOLDER / "images.tar"), workers=0)
@@ -253,12 +253,11 @@ def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str
     ("to", "options"),
     [
         ("groupnorm", {"relative_eps": 0}),
-        ("groupnorm", {"only": ["layer2*"]}),
+        pytest.param("groupnorm", {"only": ["layer2*"]}, marks=pytest.mark.slow),
         ("dyt", {"skip": ["layer1*"]}),
-        ("nf", {"only": ["layer3*"]}),
+        pytest.param("nf", {"only": ["layer3*"]}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.one_in(2)
 def test_a_fit_adds_no_tensor_that_the_plan_does_not_know(to: str, options: dict[str, Any]) -> None:
     """As a bias for a convolution that has none: what is saved could not be loaded."""
     model = small(channels=(8, 8, 8, 8))

@@ -16,7 +16,7 @@ import timm
 import torch
 from support.lived_in_networks import batchnorms, distance, lived_in, run
 from support.model_sources import SMALL_IMAGES
-from support.sampled_tables import sampled
+from support.sampled_tables import quick, sampled
 from torch import Tensor, nn
 
 from normswap import convert
@@ -51,8 +51,7 @@ def network(arch: str) -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("arch", NARROW)
-@pytest.mark.one_in(4)
+@pytest.mark.parametrize("arch", quick(NARROW, ["resnet18"]))
 def test_hardly_bent_it_is_the_network(arch: str) -> None:
     """tanh(alpha x) / alpha goes to x: of order alpha^2, whatever stands before the norm, and
     whatever it carries.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import normswap
-from normswap.layers import reparametrized, scalars, frozen_norm
+from normswap.layers import frozen_norm, reparametrized, scalars
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.scalars import Scale
 from normswap.plan import Plan

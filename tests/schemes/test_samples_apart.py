@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from support.sampled_tables import quick
 from timm.layers import DropPath, EvoNorm2dB0, EvoNorm2dS0, FilterResponseNormTlu2d
 from torch import Tensor, nn
 from torchvision.ops import StochasticDepth
@@ -470,10 +471,13 @@ def test_opacus_takes_row_i_for_sample_i(mix: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arch", ["vit_tiny_patch16_224", "resnet18", "regnety_002", "mobilenetv3_small_100"]
+    "arch",
+    quick(
+        ["vit_tiny_patch16_224", "resnet18", "regnety_002", "mobilenetv3_small_100"],
+        ["vit_tiny_patch16_224"],
+    ),
 )
 @pytest.mark.parametrize("purpose", PURPOSES)
-@pytest.mark.one_in(4)
 def test_networks_of_timm_pass(arch: str, purpose: Any) -> None:
     is_transformer = arch.startswith("vit")
     size: dict[str, Any] = {"img_size": 32, "depth": 2} if is_transformer else {}

@@ -23,10 +23,20 @@ def dice(*case: Any) -> random.Random:
     return random.Random(" ".join(map(str, case)))
 
 
-def quick(rows: Iterable[Any], few: Iterable[Any]) -> list[Any]:
-    """The rows of a table, of which all but a few are slow."""
-    kept = list(few)
-    return [pytest.param(row, marks=[pytest.mark.slow] * (row not in kept)) for row in rows]
+def quick(rows: Iterable[Any], default: Iterable[Any]) -> list[Any]:
+    """Return the rows of a table, of which all but the default ones are slow.
+
+    Args:
+        rows: the table.
+        default: the rows that run by default. A row that is added to the table is slow until it
+            is named here, and moves no other.
+    """
+    kept = list(default)
+    params = []
+    for row in rows:
+        marks = [] if row in kept else [pytest.mark.slow]
+        params.append(pytest.param(row, marks=marks))
+    return params
 
 
 def crossed(
