@@ -18,7 +18,7 @@ from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
 from normswap.schemes import Chosen
 from normswap.schemes.scheme import FitTask
-from normswap.surgery import applying, comparison, held_out, running, sample_leaks
+from normswap.surgery import applying, comparison, held_out, running
 from normswap.surgery.network import Batches, Network, calls_of
 from normswap.surgery.report import Report
 
@@ -72,9 +72,12 @@ def carry_out(network: Network, step: Step) -> Conversion:
     images = images_for(scheme, network)
     result = applied(network, step)
     fitted = fit(scheme, network, result, step, images)
-    # This comes first: a norm over the batch gives NaN for a single sample, which is no fault of
-    # the step.
+    # This comes before the proof of the step: a norm over the batch gives NaN for a single sample,
+    # which is no fault of the step.
     if scheme.scheme.training is not None:
+        # Only a purpose needs it.
+        from normswap.surgery import sample_leaks
+
         sample_leaks.check(network, result, scheme.scheme.training, step.scheme)
     try:
         report = prove(network, result, step, fitted)
