@@ -227,6 +227,7 @@ class _Trial:
         before = _state(self.model)
         after = _state(self.first.model)
         beside = _state(self.second.model)
+
         names: dict[str, list[str]] = {}
         for name, tensor in after.items():
             # A cache that is made at the first call is a constant, unless it depends on the batch.
@@ -236,6 +237,7 @@ class _Trial:
             if old is None or not _same_values(old, tensor):
                 path, _, own = name.rpartition(".")
                 names.setdefault(path, []).append(own)
+
         kinds = tree(self.model)
         return {
             path: (
@@ -251,13 +253,13 @@ class _Trial:
         later = not outputs
         if later:
             outputs = self._leaking_outputs(self.first.later, self.second.later)
+
         gradient = 0.0
         if not outputs:
             gradient = self._moved_gradient()
         if not outputs and not gradient:
             return {}
 
-        operation = self._first_mixing(later=later and bool(outputs))
         if outputs:
             name, share = next(iter(outputs.items()))
             output = f"output {name}" if name else "the output"
@@ -265,13 +267,15 @@ class _Trial:
         else:
             consequence = f"the gradient of a sample moves by {100 * gradient:.3g} %"
         consequence += " when only the other samples change"
+
+        operation = self._first_mixing(later=later and bool(outputs))
         if operation is not None:
             kind = type(tree(self.model)[operation.path]).__name__
             return {operation.path: f"{operation.name} (in a {kind}) mixes samples: {consequence}"}
+        # No operation of the forward mixes, so the other samples came with an earlier batch.
         if later and outputs:
-            return {
-                _keeper(self.first.model, self.second.model): f"{consequence} of an earlier batch"
-            }
+            path = _keeper(self.first.model, self.second.model)
+            return {path: f"{consequence} of an earlier batch"}
         return {"": consequence}
 
     def moved_rows(self) -> dict[str, str]:
@@ -308,6 +312,7 @@ class _Trial:
             if other is None or other.shape != value.shape:
                 leaks[name] = 1.0
                 continue
+
             dim = _sample_dim(value, self.count)
             if self.first.listed:
                 moved = self._moved(value, other)
@@ -319,6 +324,7 @@ class _Trial:
                 moved = self._moved(value, other).select(dim, KEPT)
                 value = value.select(dim, KEPT)
                 other = other.select(dim, KEPT)
+
             if bool(moved.any()):
                 leaks[name] = _relative_change(value, other)
         return leaks
@@ -334,9 +340,11 @@ class _Trial:
         kept_changed = self._others["kept"][later].get(name, others_changed)
         if kept_changed.shape != value.shape:
             return torch.ones_like(value, dtype=torch.bool)
+
         moved = self._moved(value, others_changed) & self._moved(value, kept_changed)
         if value.numel() > 1 or value.dtype == torch.bool or not bool(moved.any()):
             return moved
+
         all_changed = self._others["all"][later].get(name, value)
         size = (value - kept_changed).abs() + (others_changed - all_changed).abs()
         rest = (value - kept_changed) - (others_changed - all_changed)
@@ -370,6 +378,7 @@ class _Trial:
         operations, outputs = _watched(self.model, self.calls, later=later)
         others, _ = _watched(self.model, self.others_changed, later=later)
         kept, _ = _watched(self.model, self.kept_changed, later=later)
+
         mixing = []
         reordering = []
         for here, other, with_kept in zip(operations, others, kept, strict=False):
@@ -384,6 +393,7 @@ class _Trial:
                     mixing.append((here, live))
                 elif value.ndim and len(value) == self.count and bool(moved[KEPT].any()):
                     reordering.append((here, live))
+
         found = mixing or reordering
         if not found:
             return None
@@ -427,14 +437,11 @@ def _step(model: nn.Module, calls: _Calls) -> _Step:
         if args and isinstance(args[0], Tensor) and args[0].ndim:
             rows.setdefault(path, []).append(args[0].detach().clone())
 
-    learning = {
-        path: module
-        for path, module in tree(copied).items()
-        if any(p.requires_grad for p in module.parameters(recurse=False))
-    }
-    handles = (
-        module.register_forward_pre_hook(partial(keep, path)) for path, module in learning.items()
-    )
+    handles = []
+    for path, module in tree(copied).items():
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            handles.append(module.register_forward_pre_hook(partial(keep, path)))
+
     leaves = call.map_floats(lambda tensor: tensor.detach().clone().requires_grad_())
     with _training(copied, seed=0):
         with hooked(handles):
@@ -444,6 +451,7 @@ def _step(model: nn.Module, calls: _Calls) -> _Step:
         gradients = _gradients(_loss(outputs, call.count), leaves)
     with _training(copied, seed=1), torch.no_grad():
         later = _outputs(calls.later.map(torch.clone).call(copied))
+
     return _Step(
         outputs={name: value.detach() for name, value in outputs.items()},
         listed=_is_listed(result, call.count),
@@ -476,6 +484,7 @@ def _watched(
     copied = _fresh(model)
     watch = _Watch(copied)
     call = calls.later if later else calls.call
+
     leaves = call.map_floats(lambda tensor: tensor.detach().clone().requires_grad_())
     with _training(copied, seed=int(later)), hooked(watch.hooks()):
         entered = leaves.map(torch.clone)
@@ -553,6 +562,7 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     model.train()
+
     with ExitStack() as stack:
         stack.callback(random.setstate, python_state)
         stack.callback(np.random.set_state, numpy_state)
