@@ -1,5 +1,6 @@
-"""Every place of the works below that is cited is a row of tests/lab/seeds.md, which was read
-against their texts.
+"""Every cited place of the works below is a row of tests/lab/seeds.md.
+
+Those rows were read against the texts of the works.
 """
 
 import re
@@ -24,37 +25,35 @@ PLACED = re.compile(
 
 
 def cited(text: str) -> set[tuple[str, str]]:
-    """(work, place) of every place whose nearest name, within a thousand characters before it, is
-    one of the works.
+    """(work, place) of every cited place of the works.
+
+    A place belongs to the nearest name within a thousand characters before it.
     """
-    text, found = re.sub(r"\s+(?:#\s+)?", " ", text), set()
+    text = re.sub(r"\s+(?:#\s+)?", " ", text)
+    found: set[tuple[str, str]] = set()
     for place in PLACED.finditer(text):
         names = NAMED.findall(text, max(place.start() - 1000, 0), place.start())
-        works = [work for work, pattern in WORKS.items() if names and re.search(pattern, names[-1])]
-        numbers = [number.rstrip(".") for number in place.groups()[1:] if number]
-        found |= {(work, f"{place[1].lower()} {number}") for work in works for number in numbers}
+        if not names:
+            continue
+        works = [work for work, pattern in WORKS.items() if re.search(pattern, names[-1])]
+        kind, *numbers = place.groups()
+        for work in works:
+            found.update((work, f"{kind.lower()} {each.rstrip('.')}") for each in numbers if each)
     return found
 
 
 def test_every_cited_place_is_a_row() -> None:
-    files = [
-        path
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*")
-        if path not in (LIST, Path(__file__))
-    ]
+    files = [*ROOT.glob("*.md")]
+    for folder in FOLDERS:
+        files += (ROOT / folder).rglob("*")
 
-    texts = [
-        path
-        for path in (*files, *ROOT.glob("*.md"))
-        if path.suffix in (".py", ".md", ".yaml", ".jinja", ".ipynb")
-    ]
+    found: set[tuple[str, ...]] = set()
+    for path in files:
+        is_text = path.suffix in (".py", ".md", ".yaml", ".jinja", ".ipynb")
+        if is_text and path not in (LIST, Path(__file__)):
+            name = str(path.relative_to(ROOT))
+            found.update((name, *place) for place in cited(path.read_text("utf-8")))
 
-    found = {
-        (str(path.relative_to(ROOT)), *place)
-        for path in texts
-        for place in cited(path.read_text("utf-8"))
-    }
     rows = re.findall(r"^\| `(.+)` \| (.+), (.+) \| .+ \|$", LIST.read_text("utf-8"), re.MULTILINE)
 
     assert sorted(found) == sorted(rows)

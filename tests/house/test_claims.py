@@ -45,7 +45,7 @@ def number(cell: str) -> float:
 
 
 def tenths(value: float | str) -> str:
-    """Half a tenth is rounded up."""
+    """The number with one decimal; half a tenth is rounded up."""
     return str(Decimal(str(value)).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
@@ -57,18 +57,18 @@ def folded_timm() -> str:
 
 
 def folded_elsewhere() -> str:
-    """Exact networks, of those with BatchNorm that are not too large to try."""
+    """The share of exact networks among those with BatchNorms that are not too large to try."""
     rows = [row for row in table("wild.md") if "library" in row]
     left_out = ("not built", "too large", "no BatchNorm")
-    with_norms = sum(
-        number(row["walked"]) - sum(number(row[name]) for name in left_out) for row in rows
-    )
+    with_norms = sum(number(row["walked"]) for row in rows)
+    for name in left_out:
+        with_norms -= sum(number(row[name]) for row in rows)
     assert sum(number(row["exact"]) for row in rows) == with_norms
     return f"[all {with_norms:.0f}]"
 
 
 def same_answers() -> str:
-    """In fp32, of all networks in all formats."""
+    """The share of images with the same answer, in fp32, in all networks and formats."""
     whole = [row for row in table("export.md") if row.get("dtype") == "fp32"]
     assert whole
     assert all(row["same argmax"].startswith("10000 of 10000") for row in whole)
@@ -101,17 +101,17 @@ CLAIMS: dict[str, Callable[[], str]] = {
 
 def test_readme_has_the_figures_of_the_tables() -> None:
     rows = [line.split("|") for line in README.splitlines() if re.match(r"\| [^|]* \| \[", line)]
-    shown = {
-        next(claim for claim in CLAIMS if row[1].strip().startswith(claim)): row[2] for row in rows
-    }
-    assert set(shown) == set(CLAIMS)
-    assert {claim: figure.partition("(")[0].strip() for claim, figure in shown.items()} == {
-        claim: figure() for claim, figure in CLAIMS.items()
-    }
+
+    shown: dict[str, str] = {}
+    for _, subject, figure, *_ in rows:
+        claim = next(claim for claim in CLAIMS if subject.strip().startswith(claim))
+        shown[claim] = figure.partition("(")[0].strip()
+
+    assert shown == {claim: figure() for claim, figure in CLAIMS.items()}
 
 
 def test_the_picture_of_readme_is_of_the_table_of_today() -> None:
-    """What `after_the_swap.py` drew, which it wrote into the picture, is what it would draw now."""
+    """`after_the_swap.py` writes the drawn figures into the picture; it would draw the same now."""
     with Image.open(PICTURE) as picture:
         drawn = json.loads(picture.text["figures"])  # type: ignore[attr-defined]
     assert drawn == [*figures(), trained()], "run python tests/lab/benchmarks/after_the_swap.py"

@@ -1,5 +1,6 @@
-"""Every code block of docs/ runs, in the order of its page, and prints what the page shows; tables
-are the scripts'.
+"""Every code block of docs/ runs, in the order of its page, and prints what the page shows.
+
+Tables are as the scripts write them.
 """
 
 import functools
@@ -39,15 +40,17 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def shell(line: str) -> int:
-    """One command line; installing is taken as done, if there is such an extra."""
+    """The exit code of a command line; what it installs counts as installed, if it is an extra."""
     words = shlex.split(line, comments=True)
     if words[:2] == ["pip", "install"]:
-        named = [name for part in re.findall(r"\[(.*?)\]", line) for name in part.split(",")]
-        assert [name for name in named if name not in EXTRAS] == []
+        for extras in re.findall(r"\[(.*?)\]", line):
+            assert [extra for extra in extras.split(",") if extra not in EXTRAS] == []
         return 0
-    if words[:2] == ["npm", "install"]:  # by test_web_page.py, which opens the page, too
+    # test_web_page.py does that, and opens the page, too.
+    if words[:2] == ["npm", "install"]:
         return 0
-    if words[:2] == ["python", "-c"]:  # here, as starting a process takes longest
+    # It runs in this process, as starting one takes longest.
+    if words[:2] == ["python", "-c"]:
         exec(words[2], {"__name__": "__main__"})
         return 0
     if words[0] == "python":
@@ -57,14 +60,15 @@ def shell(line: str) -> int:
 
 
 def alike(shown: str, printed: str) -> bool:
-    """Whether that is printed, but for white space and what `...` stands for (doctest's wants
-    spaces about it).
+    """Whether two texts are the same but for white space and what `...` stands for.
+
+    doctest's own `...` wants spaces around it.
     """
     parts = (re.escape(" ".join(part.split())) for part in shown.split("..."))
     return re.fullmatch(".*".join(parts), " ".join(printed.split())) is not None
 
 
-def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> None:
+def run(page: Path, story: list[Block], capture: pytest.CaptureFixture[str]) -> None:
     """Run the blocks of a page in the working directory, and compare what they print."""
     names: dict[str, Any] = {"__name__": "page"}
     printed = ""
@@ -74,7 +78,7 @@ def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> Non
                 f"{page.name} shows\n{block.text}\nbut it printed\n{printed}"
             )
             continue
-        said.readouterr()
+        capture.readouterr()
         if block.file:
             Path(block.file).write_text(block.text)
         elif block.language == "python":
@@ -83,12 +87,12 @@ def run(page: Path, story: list[Block], said: pytest.CaptureFixture[str]) -> Non
             assert block.language == "bash"
             for line in block.lines():
                 assert shell(line) == block.exit_code, line
-        captured = said.readouterr()
+        captured = capture.readouterr()
         printed = captured.err if block.exit_code else captured.out
 
 
 def demand(page: Path) -> None:
-    """Skip where a package is missing that the tests do without."""
+    """Leave the test out where a package that the page needs is not installed."""
     for package in sorted({block.needs for block in blocks(page)} - {""}):
         needs.package(package)
 
@@ -158,42 +162,45 @@ def test_advise_reads_the_table_of_the_script() -> None:
     assert AFTER_TRAINING.read_text(encoding="utf-8") == after_training()
 
 
+# Options of other tools that pages name.
 OTHER_TOOLS = {
-    *("--dist", "--strict"),  # pytest's and MkDocs'
-    *(
-        "--nnodes",
-        "--nproc-per-node",
-        "--rdzv-backend",
-        "--rdzv-endpoint",
-        "--max-restarts",
-    ),  # torchrun's
-    *("--onnx", "--strongly", "--no"),  # trtexec's, with --stronglyTyped and --noTF32
-    *(
-        "--multi-gpu",
-        "--num-machines",
-        "--machine-rank",
-        "--num-processes",
-    ),  # those of `accelerate launch`
-    *("--main-process-ip", "--main-process-port"),
+    # pytest and MkDocs
+    "--dist",
+    "--strict",
+    # torchrun
+    "--nnodes",
+    "--nproc-per-node",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--max-restarts",
+    # trtexec, with --stronglyTyped and --noTF32
+    "--onnx",
+    "--strongly",
+    "--no",
+    # accelerate launch
+    "--multi-gpu",
+    "--num-machines",
+    "--machine-rank",
+    "--num-processes",
+    "--main-process-ip",
+    "--main-process-port",
 }
 
 
 @functools.cache
 def options() -> set[str]:
-    return {
-        name
-        for command in SUMMARIES
-        for parameter in load(command).params
-        for name in parameter.opts
-    }
+    """The names of the options of all commands."""
+    names: set[str] = set()
+    for command in SUMMARIES:
+        for parameter in load(command).params:
+            names.update(parameter.opts)
+    return names
 
 
 @pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: page.stem)
 def test_options_exist(page: Path) -> None:
-    assert (
-        set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())) - options() - OTHER_TOOLS
-        == set()
-    )
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))
+    assert named - options() - OTHER_TOOLS == set()
 
 
 @pages
@@ -226,8 +233,8 @@ def test_marks(tmp_path: Path) -> None:
         "```python slow needs=no_such_package\n1\n```\n```bash exit=2\n```\n```python"
         " file=a.py\n```\n"
     )
-    seen = [(block.slow, block.needs, block.exit_code, block.file) for block in blocks(page)]
-    assert seen == [(True, "no_such_package", 0, ""), (False, "", 2, ""), (False, "", 0, "a.py")]
+    marks = [(block.slow, block.needs, block.exit_code, block.file) for block in blocks(page)]
+    assert marks == [(True, "no_such_package", 0, ""), (False, "", 2, ""), (False, "", 0, "a.py")]
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         demand(page)
 
@@ -236,11 +243,9 @@ def test_every_situation_has_figures_or_says_that_there_are_none() -> None:
     page = (ROOT / "docs" / "situations.md").read_text(encoding="utf-8")
     sections = page.split("\n## ")[1:]
     anchors = re.findall(r"\(results\.md#([\w-]+)\)", page)
-    heads = {
-        re.sub(r"\W+", "-", head.lower())
-        for head in re.findall(r"^## (.*)", (ROOT / "docs/results.md").read_text(), re.M)
-    }
-    assert set(anchors) <= heads
+    heads = re.findall(r"^## (.*)", (ROOT / "docs/results.md").read_text(), re.M)
+    assert set(anchors) <= {re.sub(r"\W+", "-", head.lower()) for head in heads}
+
     without = [
         text.splitlines()[0]
         for text in sections
@@ -250,27 +255,28 @@ def test_every_situation_has_figures_or_says_that_there_are_none() -> None:
 
 
 def test_every_public_name_has_an_example() -> None:
-    """They are run as the blocks of their page."""
+    """The examples are run as the blocks of their page."""
     code = "\n".join(
         block.text for block in blocks(ROOT / "docs" / "api.md") if block.language == "python"
     )
-    names = {name for name in normswap.__all__ if not name.startswith("_")}
-    assert sorted(name for name in names if not re.search(rf"normswap\.{name}\b", code)) == []
-    functions = [value for name in names if inspect.isfunction(value := getattr(normswap, name))]
-    silent = [one.__name__ for one in functions if not re.search(r"Returns?\b", one.__doc__ or "")]
-    assert silent == []
+    names = [name for name in normswap.__all__ if not name.startswith("_")]
+
+    assert [name for name in names if not re.search(rf"normswap\.{name}\b", code)] == []
+
+
+def test_every_public_function_says_what_it_returns() -> None:
+    values = {name: getattr(normswap, name) for name in normswap.__all__}
+    functions = [value for value in values.values() if inspect.isfunction(value)]
+    documents = {function.__name__: function.__doc__ or "" for function in functions}
+    assert [name for name, text in documents.items() if not re.search(r"Returns?\b", text)] == []
 
 
 def test_what_the_site_makes_of_docstrings_has_one_name_a_line():
-    """mkdocstrings takes `first, second:` for the name of one argument, and a strict build stops
-    there.
-    """
-    paths = re.findall(
-        r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    """mkdocstrings takes `first, second:` for one argument's name, and a strict build stops."""
+    api = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    paths = re.findall(r"^::: (\S+)$", api, re.MULTILINE)
     assert len(paths) > 20
+
     several = re.compile(r"^ +[a-z]\w*(?:, [a-z]\w*)+: .*$", re.MULTILINE)
-    docstrings = {path: pkgutil.resolve_name(path).__doc__ or "" for path in paths}
-    assert {
-        path: several.findall(text) for path, text in docstrings.items() if several.search(text)
-    } == {}
+    for path in paths:
+        assert several.findall(pkgutil.resolve_name(path).__doc__ or "") == [], path

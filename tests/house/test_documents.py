@@ -1,6 +1,4 @@
-"""The files that README.md, ARCHITECTURE.md and the other documents name exist; a conversion goes
-the way they say.
-"""
+"""The files that the documents name exist, and a conversion calls the files that they list."""
 
 import json
 import re
@@ -21,7 +19,8 @@ DOCUMENTS = (
     "README.md",
     *(f"docs/{page.name}" for page in PAGES),
 )
-PLACES = (
+# Names of files are relative to one of these.
+FOLDERS = (
     "",
     "normswap",
     "tests",
@@ -34,7 +33,7 @@ PLACES = (
     "tests/lab/benchmarks",
     "docs",
 )
-# A name to choose, or of what is written.
+# Names that a reader chooses, and names of files that normswap writes.
 FREE = re.compile(r"[A-Z]{3}|[*<(]|^r\d|\.(preprocess|safetensors)|config\.json")
 
 FOLLOWED = """
@@ -49,7 +48,9 @@ from normswap.cli.commands import SUMMARIES
 root, first, calls = normswap.__path__[0] + "/", [], set()
 def watch(frame, event, arg):
     file, above = frame.f_code.co_filename, frame.f_back
-    if event != "call" or not file.startswith(root) or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if event != "call" or not file.startswith(root):
+        return
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return
     while above is not None and not above.f_code.co_filename.startswith(root):
         above = above.f_back
@@ -61,8 +62,7 @@ code = app.main(sys.argv[1:])
 sys.setprofile(None)
 print(json.dumps({"code": code, "first": first, "calls": sorted(calls)}), file=sys.stderr)
 """
-# Networks that run call what was hung on them: by way of models and layers, whatever their room. So
-# do hooks that are registered one after the other, from the caller's generator.
+# These call upwards: a network that runs calls the hooks and forwards that other rooms put on it.
 RUNNING = {"models/calling.py", "models/modes.py", "layers/scalars.py"}
 
 
@@ -81,12 +81,12 @@ def flow() -> list[tuple[str, str]]:
 
 
 def reached(start: str, calls: set[tuple[str, str]]) -> set[str]:
-    """Every file that a call from this one leads to, by way of others."""
+    """Every file that calls from `start` lead to, directly or through other files."""
     seen: set[str] = set()
     ahead = [start]
     while ahead:
-        one = ahead.pop()
-        new = {other for above, other in calls if above == one} - seen
+        caller = ahead.pop()
+        new = {file for above, file in calls if above == caller} - seen
         seen |= new
         ahead += new
     return seen
@@ -100,27 +100,24 @@ def test_files_that_are_named_exist() -> None:
     missing = []
     for document in DOCUMENTS:
         text = (HERE / document).read_text()
-        named = re.findall(r"`([\w./*-]+\.(?:py|md|yaml|toml|json))`", text) + re.findall(
-            r"\]\(([^)#:]+)[)#]", text
-        )
-        missing += [
-            (document, name)
-            for name in named
-            if not FREE.search(name) and not any((HERE / at / name).exists() for at in PLACES)
-        ]
+        named = re.findall(r"`([\w./*-]+\.(?:py|md|yaml|toml|json))`", text)
+        named += re.findall(r"\]\(([^)#:]+)[)#]", text)
+        for name in named:
+            is_there = any((HERE / folder / name).exists() for folder in FOLDERS)
+            if not is_there and not FREE.search(name):
+                missing.append((document, name))
 
     assert missing == []
 
 
 def test_rooms_and_schemes_are_all_there() -> None:
-    text, algebra = ((HERE / name).read_text() for name in ("ARCHITECTURE.md", "docs/algebra.md"))
-    assert [one for one in FLOOR if f"| `{one}" not in text and f", `{one}" not in text] == []
-    rows = [
-        line.split("|")[1]
-        for line in algebra.split("### Insert")[1].splitlines()
-        if line.startswith("| `")
-    ]
-    assert [one for one in schemes.names() if not any(f"`{one}`" in row for row in rows)] == []
+    text = (HERE / "ARCHITECTURE.md").read_text()
+    assert [name for name in FLOOR if f"| `{name}" not in text and f", `{name}" not in text] == []
+
+    algebra = (HERE / "docs/algebra.md").read_text()
+    lines = algebra.split("### Insert")[1].splitlines()
+    first_cells = "".join(line.split("|")[1] for line in lines if line.startswith("| `"))
+    assert [name for name in schemes.names() if f"`{name}`" not in first_cells] == []
 
 
 def test_the_list_only_goes_down() -> None:
@@ -129,32 +126,19 @@ def test_the_list_only_goes_down() -> None:
 
 @pytest.mark.slow
 def test_the_list_is_the_way(tmp_path: Path) -> None:
-    words = [
-        "convert",
-        "resnet50",
-        "--to",
-        "skipinit",
-        "--weights",
-        "random",
-        "-o",
-        str(tmp_path / "r50"),
-    ]
-    ran = subprocess.run(
-        [sys.executable, "-c", FOLLOWED, *words], capture_output=True, text=True, check=True
-    )
-    said = json.loads(ran.stderr.splitlines()[-1])
+    command = ["convert", "resnet50", "--to", "skipinit", "--weights", "random"]
+    program = [sys.executable, "-c", FOLLOWED, *command, "-o", str(tmp_path / "r50")]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    record = json.loads(done.stderr.splitlines()[-1])
+    assert record["code"] == 0
 
-    assert said["code"] == 0
-
-    calls = {(one, other) for one, other in said["calls"]}
+    # The files are listed in the order in which they are first called, each below its caller.
+    calls = {(caller, file) for caller, file in record["calls"]}
     listed = list(dict.fromkeys(file for _, file in flow()))
-    assert listed == [file for file in said["first"] if file in listed]
-    assert [(one, other) for one, other in flow() if one and other not in reached(one, calls)] == []
+    assert listed == [file for file in record["first"] if file in listed]
+    unreached = [(above, file) for above, file in flow() if file not in reached(above, calls)]
+    assert [(above, file) for above, file in unreached if above] == []
 
-    up = [
-        (one, other)
-        for one, other in calls
-        if one and one not in RUNNING and room(other) > room(one)
-    ]
-
-    assert up == []
+    # No call goes up.
+    callers = [(caller, file) for caller, file in calls if caller and caller not in RUNNING]
+    assert [(caller, file) for caller, file in callers if room(file) > room(caller)] == []

@@ -20,9 +20,8 @@ import normswap
 ROOT = Path(normswap.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TERMINAL = {"typer", "rich", "click"}
-# From the ground up. Each room may import those before it; those of one line know nothing of each
-# other.
-FACE = {"", "__main__"}  # the public names, and the door
+# The file of the public names, and the door.
+FACE = {"", "__main__"}
 Edges = dict[str, set[str]]
 
 
@@ -32,7 +31,7 @@ def name_of(file: Path) -> str:
 
 
 def imports(text: str) -> Iterator[str]:
-    """Absolute names that a file imports, anywhere in it: of `from a import b` both `a` and `a.b`."""
+    """Yield the absolute names that a file imports: for `from a import b` both `a` and `a.b`."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -43,17 +42,18 @@ def imports(text: str) -> Iterator[str]:
 
 
 def edges_of(texts: dict[str, str]) -> Edges:
-    """Who imports whom among the files with these names; a folder's own `__init__` only if its
-    names are asked for.
+    """The files that each file imports, by name.
+
+    A folder's own `__init__` counts only if no file in the folder is imported.
     """
     edges: Edges = {}
     for name, text in texts.items():
-        found = {
-            one.removeprefix("normswap.") for one in imports(text) if one.startswith("normswap.")
-        } & texts.keys()
-        edges[name] = {
-            one for one in found if not any(other.startswith(f"{one}.") for other in found)
+        ours = [target for target in imports(text) if target.startswith("normswap.")]
+        found = {target.removeprefix("normswap.") for target in ours} & texts.keys()
+        parents = {
+            target for target in found if any(other.startswith(f"{target}.") for other in found)
         }
+        edges[name] = found - parents
     return edges
 
 

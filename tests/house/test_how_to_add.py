@@ -1,6 +1,4 @@
-"""ARCHITECTURE's "How to add" is true: what it lists for a scheme, an option, a command and a
-format is enough.
-"""
+"""ARCHITECTURE's "How to add" is true: the files that it lists for an addition are enough."""
 
 from __future__ import annotations
 
@@ -15,16 +13,20 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parents[2]
-Change = (
-    str | tuple[str, str]
-)  # a new file's text; or a text that is there once, and what stands there then
+# The text of a new file; or a text that a file has once, and the text in its place.
+Change = str | tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Something added as the row of ARCHITECTURE's table says that begins with `row`: the changes
-    by file, where NAME in the row is `name`; a program that uses what was added; and the default
-    tests of the rooms that it concerns.
+    """Something that is added as a row of ARCHITECTURE's table says.
+
+    Args:
+        row: The first cell of the row.
+        name: The name of the addition, which stands for NAME in the row.
+        changes: The changes by file.
+        proof: A program that uses the addition.
+        tests: The default tests of the rooms that it concerns.
     """
 
     row: str
@@ -186,18 +188,15 @@ def net():
 
 def listed(row: str, name: str) -> set[str]:
     """The files that a row of the table names, from the repository's root."""
-    lines = [
-        line
-        for line in (HERE / "ARCHITECTURE.md").read_text().splitlines()
-        if line.startswith(f"| {row} |")
-    ]
-    files = re.findall(
-        r"`((?:[\w-]+/)*\w+\.(?:py|md))`", lines[0].split("|")[2].replace("NAME", name)
-    )
-    return {
-        file if file.startswith(("tests/", "docs/")) or "/" not in file else f"normswap/{file}"
-        for file in files
-    }
+    lines = (HERE / "ARCHITECTURE.md").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(f"| {row} |"))
+    cell = line.split("|")[2].replace("NAME", name)
+
+    files = set()
+    for file in re.findall(r"`((?:[\w-]+/)*\w+\.(?:py|md))`", cell):
+        is_whole = file.startswith(("tests/", "docs/")) or "/" not in file
+        files.add(file if is_whole else f"normswap/{file}")
+    return files
 
 
 def apply(change: Change, file: Path) -> None:
@@ -205,9 +204,11 @@ def apply(change: Change, file: Path) -> None:
         assert not file.exists()
         file.write_text(change)
         return
+
+    old, new = change
     text = file.read_text()
-    assert text.count(change[0]) == 1, f"{file} has {change[0]!r} not once"
-    file.write_text(text.replace(*change))
+    assert text.count(old) == 1, f"{file} has {old!r} not once"
+    file.write_text(text.replace(old, new))
 
 
 @pytest.mark.slow

@@ -23,19 +23,17 @@ def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_shell_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = [
-        line
-        for block in blocks("bash")
-        for line in block.splitlines()
-        if line.startswith("normswap ")
-    ]
+    lines = "\n".join(blocks("bash")).splitlines()
+    lines = [line for line in lines if line.startswith("normswap ")]
 
     ran = 0
     for line in lines:
         words = shlex.split(line, comments=True)
-        if "path/to/images" in words or words[1] == "finetune":  # needs images
+        # These need images.
+        if "path/to/images" in words or words[1] == "finetune":
             continue
-        if "resnet50" in words:  # the same architecture family, small and without weights
+        # A network of the same family, small and without weights.
+        if "resnet50" in words:
             words[words.index("resnet50")] = "resnet18"
             words += ["--weights", "random", "--arch-arg", "channels=8,16,24,32"]
         if "--calibrate" in words:
@@ -58,9 +56,8 @@ def test_the_first_screen_prints_what_it_shows(
     printed = iter(capfd.readouterr().out.splitlines())
     shown = blocks("text")[0].splitlines()
 
-    assert [
-        line for line in shown if line not in printed
-    ] == []  # in this order: each is looked for behind the last
+    # Each line is looked for behind the last one, so the order is the same, too.
+    assert [line for line in shown if line not in printed] == []
 
 
 def test_setup_commands() -> None:

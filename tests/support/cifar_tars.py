@@ -7,15 +7,19 @@ from pathlib import Path
 
 
 def unpacked(packed: Path) -> Path:
-    """Return a plain copy of a `.tar.xz`, made once on this machine; of one that is not there, its
-    own path.
+    """Return a plain copy of a `.tar.xz`, made once on this machine.
+
+    Of a file that is not there, return its own path.
     """
+    if not packed.is_file():
+        return packed
+
     plain = Path(tempfile.gettempdir()) / f"normswap-{packed.parent.name}-{packed.stem}"
-    if packed.is_file() and not plain.is_file():
+    if not plain.is_file():
         with (
             lzma.open(packed) as source,
             tempfile.NamedTemporaryFile(dir=plain.parent, delete=False) as target,
         ):
             shutil.copyfileobj(source, target)
         Path(target.name).replace(plain)
-    return plain if packed.is_file() else packed
+    return plain

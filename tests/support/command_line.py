@@ -1,5 +1,6 @@
-"""Commands as the tests run them: in a folder of their own, with JSON read, and refusals held to
-one line.
+"""Commands as the tests run them: in a folder of their own, with JSON that is read.
+
+A refusal is one line on stderr.
 """
 
 import importlib
@@ -30,8 +31,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:
-    """Run with --json: stdout is JSON of the keys that --help lists, and nothing else; stderr is
-    empty.
+    """Run with --json and return what it prints: JSON with the keys that --help lists.
+
+    Nothing else is printed, and nothing on stderr.
     """
     capfd.readouterr()
     assert main([*arguments, "--json"]) == code
@@ -40,11 +42,18 @@ def run_json(capfd: Capture, *arguments: str, code: int = 0) -> Any:
     return as_documented(out, *arguments)
 
 
-def made_or_refused(capfd: Capture, folder: Path, *arguments: str) -> Any:
-    """What --json prints; None for a refusal, which is one line and leaves the folder empty.
+# A message that says one of these comes too late, or from a wrong call.
+_TOO_LATE = (
+    "computes something else|is wrong:|cannot run it|does not take it|does not run on|No such"
+    " option"
+)
 
-    That the result is wrong is no refusal: it should have been right, or refused before it was
-    made.
+
+def made_or_refused(capfd: Capture, folder: Path, *arguments: str) -> Any:
+    """What --json prints, or None for a refusal.
+
+    A refusal is one line and leaves the folder empty. "The result is wrong" is no refusal: it
+    should have been right, or refused before it was made.
     """
     capfd.readouterr()
     code = main([*arguments, "--json"])
@@ -55,54 +64,60 @@ def made_or_refused(capfd: Capture, folder: Path, *arguments: str) -> Any:
     if not code:
         return json.loads(out)
 
-    assert (code, err.count("\n"), err[:7], list(folder.iterdir())) == (2, 1, "error: ", []), err
-
-    known = (
-        "computes something else|is wrong:|cannot run it|does not take it|does not run on|No such"
-        " option"
-    )
-
-    assert not re.search(known, err), err
-
+    assert code == 2, err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    assert list(folder.iterdir()) == []
+    assert not re.search(_TOO_LATE, err), err
     return None
 
 
 def as_documented(text: str, *arguments: str) -> Any:
-    """What these arguments have printed with --json: it has the keys that --help lists."""
+    """The JSON that these arguments have printed; it must have the keys that --help lists."""
     body = json.loads(text, parse_constant=pytest.fail)
-    for one in body if isinstance(body, list) else [body]:
-        assert {*one} in documented(arguments)
+    records = body if isinstance(body, list) else [body]
+    for record in records:
+        assert {*record} in documented(arguments)
     return body
 
 
 def documented(arguments: Sequence[str]) -> list[set[str]]:
-    """The keys of --json that the --help of this command lists: of each form that its answer has."""
+    """The keys of --json that the --help of a command lists, for each form of its answer."""
     keys = importlib.import_module(f"normswap.cli.commands.{arguments[0]}_command").KEYS
-    forms = re.sub(r"\([^()]*\)", "", keys).split(";")
-    return [{key.strip() for key in form.rpartition(":")[2].split(",")} for form in forms]
+
+    forms: list[set[str]] = []
+    for form in re.sub(r"\([^()]*\)", "", keys).split(";"):
+        _, _, listed = form.rpartition(":")
+        forms.append({key.strip() for key in listed.split(",")})
+    return forms
 
 
 def options_of(command: str) -> set[str]:
-    names = [
-        name for option in load(command).params for name in (*option.opts, *option.secondary_opts)
-    ]
+    """The long names of a command's options."""
+    names: list[str] = []
+    for option in load(command).params:
+        names += [*option.opts, *option.secondary_opts]
     return {name for name in names if name.startswith("--")}
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
-    """All files and folders, by path, but for what Python caches of a module that is imported."""
-    paths = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in paths
-    }
+    """The contents of all files by path; None for a folder. Python's own caches are left out."""
+    contents: dict[str, bytes | None] = {}
+    for path in folder.rglob("*"):
+        if "__pycache__" not in path.parts:
+            content = path.read_bytes() if path.is_file() else None
+            contents[str(path.relative_to(folder))] = content
+    return contents
 
 
 DEMO = ("convert", MODEL, "--to")
 
 
-def refused(arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd: Capture) -> None:
-    """Exit code 2, one line on stderr that says all of `said`, and the same files as before."""
+def refused(arguments: tuple[str, ...], parts: tuple[str, ...], here: Path, capfd: Capture) -> None:
+    """Run a command that must be refused.
+
+    Its exit code is 2, stderr is one line that has all of `parts`, and no file has changed.
+    """
     before = files(here)
     capfd.readouterr()
     assert main(arguments) == 2
@@ -113,13 +128,13 @@ def refused(arguments: tuple[str, ...], said: tuple[str, ...], here: Path, capfd
     assert err.count("\n") == 1
     assert "Traceback" not in err
 
-    for text in said:
-        assert text in err
+    for part in parts:
+        assert part in err
     assert files(here) == before
 
 
 FEW = ("--samples", "60", "--batch-size", "20", "--workers", "0")
-# What the reader puts in place of words in capitals; and what makes a command quick.
+# What a reader puts in the place of words in capitals.
 READER = {
     "IMAGES": "demo",
     "DATA": "demo",
@@ -127,6 +142,7 @@ READER = {
     "SCHEME": "affine",
     "FILE.onnx": "FILE.pt2",
 }
+# Options that make a command quick.
 QUICK = {
     "evaluate": FEW,
     "verify": ("--samples", "20", "--workers", "0"),
@@ -137,13 +153,13 @@ QUICK = {
 
 
 def named_commands(text: str) -> Iterator[list[str]]:
-    """Every `normswap ...` of a text, as words, with the reader's in place."""
+    """Yield every `normswap ...` of a text, as words, with those of `READER` in place."""
     for line in re.findall(r"normswap ((?:[^\s`;,()]+ ?)+)", text):
         words = [READER.get(word, word) for word in shlex.split(line.rstrip(" .:"))]
         yield [word.replace(".onnx", ".pt2") for word in words]
 
 
 def environment() -> dict[str, str]:
-    """Of a process that imports what these tests share."""
+    """The environment of a process that imports tests/support."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path}

@@ -1,7 +1,7 @@
 """Tiny networks in which a norm is hard to move, each with what must happen to its norms."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,17 +48,23 @@ REFUSED = "REFUSED "
 
 @dataclass(frozen=True)
 class Case:
-    """One network and, by path, a pattern for the verdict on each norm (`REFUSED` + pattern: for
-    its refusal).
+    """One network, and what must happen to its norms.
+
+    Args:
+        name: What makes a norm hard to move.
+        make: Builds the network.
+        expect: By path, a pattern for the outcome of a norm; `REFUSED` and a pattern for its
+            refusal.
+        shape: The shape of the input.
+        fuser: Whether `torch.fx.experimental.optimization.fuse` was seen to get the network
+            silently wrong.
     """
 
     name: str
     make: Callable[[], nn.Module]
     expect: dict[str, str]
     shape: tuple[int, ...] = (3, C, 7, 7)
-    fuser: bool = field(
-        default=False
-    )  # torch.fx.experimental.optimization.fuse was seen to get this silently wrong
+    fuser: bool = False
 
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
@@ -599,9 +605,11 @@ EXACT = 1e-12
 
 
 def outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Everything the model returns, in a row; a copy of x, as some forwards write to their input."""
+    """Everything that the model returns, in a row."""
+    # Some forwards write to their input.
     value: Any = run(model, x.clone())
-    return torch.cat([part.flatten() for part in (value if isinstance(value, tuple) else (value,))])
+    parts = value if isinstance(value, tuple) else (value,)
+    return torch.cat([part.flatten() for part in parts])
 
 
 def build(case: Case) -> tuple[nn.Module, Tensor]:

@@ -1,4 +1,4 @@
-"""Networks that users write themselves: residual branches that end in a convolution or in a norm."""
+"""Networks as users write them: residual branches that end in a convolution or in a norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +63,7 @@ class Branch(nn.Module):
 
 
 class Anchored(nn.Module):
-    """The map of a detector, and where on it each number stands."""
+    """A detector's map, to which the position of each number on it is added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class Anchored(nn.Module):
 
 
 class Spectrum(nn.Sequential):
-    """Complex numbers and a Fourier transform, which runtimes of phones have not."""
+    """A network with a Fourier transform and complex numbers, which runtimes of phones lack."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.fft2(super().forward(x)).real.mean((2, 3))
 
 
 class Answers(nn.Module):
-    """Convolutions and a norm, and what `answer` makes of their output."""
+    """Convolutions and a norm, and a function `answer` of their output."""
 
     def __init__(self, answer: Callable[[Tensor], Any]) -> None:
         super().__init__()

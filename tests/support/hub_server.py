@@ -1,12 +1,16 @@
-"""A small Hugging Face hub on localhost: enough of its protocol for huggingface_hub to download and
-upload a model.
+"""A small Hugging Face hub on localhost: huggingface_hub can download and upload a model there.
 
-    with hub_server({"timm/resnet18.a1_in1k": folder}) as url: ...   # then HF_ENDPOINT=url in a
-    subprocess
+    with hub_server({"timm/resnet18.a1_in1k": folder}) as url:
+        ...  # HF_ENDPOINT=url in a subprocess
 
-Modes: "ok"; "404" (every repository is missing, as the hub says it); "plain-404" (as a web server
-says it); "stall" (half a file comes, resuming brings nothing more); "500"; "garbage" (weights of
-the right length, all zeros); "read-only" and "no-token" (take nothing).
+Modes:
+
+- "ok".
+- "404": every repository is missing, as the hub says it; "plain-404": as a web server says it.
+- "500": every request fails.
+- "stall": half a file comes, and resuming brings nothing more.
+- "garbage": weights come in the right length, all zeros.
+- "read-only", "no-token": nothing can be uploaded.
 """
 
 import contextlib
@@ -47,71 +51,78 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.seen.append(f"{self.command} {self.path}")
-        given = self._given()
-        here = f"http://{self.headers['Host']}"
-        if self.mode in (refusals := {"no-token": 401, "read-only": 403, "500": 500}):
+        content = self._request_body()
+        refusals = {"no-token": 401, "read-only": 403, "500": 500}
+        if self.mode in refusals:
             return self._refuse(refusals[self.mode], "")
         if self.path == "/api/validate-yaml":
-            return self._say({"errors": [], "warnings": []})
-
+            return self._send_json({"errors": [], "warnings": []})
         if self.path == "/api/repos/create":
-            wanted = json.loads(given)
-            repo = (
-                f"{wanted['organization']}/{wanted['name']}"
-                if wanted.get("organization")
-                else wanted["name"]
-            )
-            there = repo in self.repos
-            (self.store / repo).mkdir(parents=True, exist_ok=True)
-            # Newer clients write visibility in place of private.
-            if not there and (wanted.get("private") or wanted.get("visibility") == "private"):
-                self.private.add(repo)
-            self.repos.setdefault(repo, self.store / repo)
+            return self._create(json.loads(content))
 
-            return self._say({"url": f"{here}/{repo}"}, status=409 if there else 200)
-
-        asked = re.fullmatch(
-            r"/api/models/(.+?)/(preupload|commit)/main", self.path.partition("?")[0]
-        )
-        if asked is None or asked[1] not in self.repos:
+        path, _, _ = self.path.partition("?")
+        upload = re.fullmatch(r"/api/models/(.+?)/(preupload|commit)/main", path)
+        if upload is None or upload[1] not in self.repos:
             return self._refuse(404, "RepoNotFound")
-
-        if asked[2] == "preupload":
+        repo, step = upload.groups()
+        if step == "preupload":
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
-                for file in json.loads(given)["files"]
+                for file in json.loads(content)["files"]
             ]
-            return self._say({"files": files})
+            return self._send_json({"files": files})
+        return self._commit(repo, content)
 
-        for entry in map(json.loads, given.splitlines()):
+    @property
+    def _address(self) -> str:
+        return f"http://{self.headers['Host']}"
+
+    def _create(self, request: dict[str, Any]) -> None:
+        """Make a repository, or answer 409 if there is one."""
+        repo = request["name"]
+        if request.get("organization"):
+            repo = f"{request['organization']}/{repo}"
+        is_there = repo in self.repos
+
+        (self.store / repo).mkdir(parents=True, exist_ok=True)
+        # Newer clients write visibility in place of private.
+        if not is_there and (request.get("private") or request.get("visibility") == "private"):
+            self.private.add(repo)
+        self.repos.setdefault(repo, self.store / repo)
+        self._send_json({"url": f"{self._address}/{repo}"}, status=409 if is_there else 200)
+
+    def _commit(self, repo: str, content: bytes) -> None:
+        """Write the files of a commit, whose lines are JSON."""
+        for line in content.splitlines():
+            entry = json.loads(line)
             if entry["key"] == "file":
-                (self.repos[asked[1]] / entry["value"]["path"]).write_bytes(
-                    b64decode(entry["value"]["content"])
-                )
+                file = self.repos[repo] / entry["value"]["path"]
+                file.write_bytes(b64decode(entry["value"]["content"]))
 
-        url = f"{here}/{asked[1]}/commit/{COMMIT}"
-        return self._say({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": None})
+        url = f"{self._address}/{repo}/commit/{COMMIT}"
+        self._send_json({"commitUrl": url, "commitOid": COMMIT, "pullRequestUrl": None})
 
-    def _say(self, body: dict[str, Any], *, status: int = 200) -> None:
+    def _send_json(self, body: dict[str, Any], *, status: int = 200) -> None:
         self._send(json.dumps(body).encode(), "application/json", True, status=status)
 
-    def _given(self) -> bytes:
+    def _request_body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        found = b""
+
+        content = b""
         while size := int(self.rfile.readline(), 16):
-            found += self.rfile.read(size)
+            content += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
-        return found
+        return content
 
     def _serve(self, body: bool) -> None:
         self.seen.append(f"{self.command} {self.path}")
-        resolved = re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", self.path.partition("?")[0])
-        listed = re.fullmatch(
-            r"/api/models/(.+?)(?:/(?:revision|tree)/.+)?", self.path.partition("?")[0]
-        )
-        repo = resolved[1] if resolved else listed[1] if listed else ""
+        path, _, _ = self.path.partition("?")
+        resolved = re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path)
+        listed = re.fullmatch(r"/api/models/(.+?)(?:/(?:revision|tree)/.+)?", path)
+        match = resolved or listed
+        repo = match[1] if match else ""
         if self.mode == "500":
             return self._refuse(500, "")
         if self.mode == "plain-404":
@@ -162,16 +173,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, file: Path, body: bool) -> None:
         content = file.read_bytes()
         etag = hashlib.sha256(content).hexdigest()
-        weights = file.suffix == ".safetensors"
-        if self.mode == "garbage" and weights:
+        are_weights = file.suffix == ".safetensors"
+        if self.mode == "garbage" and are_weights:
             content = bytes(len(content))
         size = len(content)
-        start = 0
-        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            start = int(asked[1])
-        self.send_response(206 if start else 200)
 
-        for name, value in {
+        start = 0
+        byte_range = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if byte_range is not None:
+            start = int(byte_range[1])
+        self.send_response(206 if start else 200)
+        headers = {
             "ETag": f'"{etag}"',
             "X-Repo-Commit": COMMIT,
             "X-Linked-ETag": f'"{etag}"',
@@ -179,27 +191,31 @@ class _Handler(BaseHTTPRequestHandler):
             "Accept-Ranges": "bytes",
             "Content-Length": str(size - start),
             "Content-Type": "application/octet-stream",
-        }.items():
+        }
+        for name, value in headers.items():
             self.send_header(name, value)
-
         if start:
             self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
         self.end_headers()
-        broken = weights and self.mode == "stall"
-        self.close_connection = body and broken
 
+        breaks_off = are_weights and self.mode == "stall"
+        self.close_connection = body and breaks_off
         if body:
-            with contextlib.suppress(ConnectionError):  # a client that gave up
-                self.wfile.write(content[start : size // 2 if broken else size])
+            end = size // 2 if breaks_off else size
+            # The client may have given up.
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(content[start:end])
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
-    """Let huggingface_hub in this process talk to `url`, its cache under `home`: it reads the
-    environment only once.
+    """Let huggingface_hub in this process talk to `url`, with its cache under `home`.
+
+    It reads the environment only once, when it is imported.
     """
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    for module in (constants, file_download):  # older clients keep a copy of the template
-        template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    # Older clients keep a copy of the template.
+    for module in (constants, file_download):
         monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
 
@@ -211,10 +227,10 @@ def hub_server(
     """Serve folders as hub repositories; yields the address for HF_ENDPOINT.
 
     Args:
-        repos: folder by repository name.
-        mode: one of MODES.
-        seen: collects "METHOD path" of every request, if given.
-        store: where new repositories are made.
+        repos: The folder of each repository, by the repository's name.
+        mode: One of `MODES`.
+        seen: A list to which "METHOD path" of every request is added, if given.
+        store: The folder in which new repositories are made.
     """
     assert mode in MODES, mode
 

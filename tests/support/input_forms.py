@@ -1,6 +1,4 @@
-"""Networks that take their inputs in other forms than a tensor, and a plain one that computes the
-same.
-"""
+"""Networks that take their inputs in other forms than a tensor, around one plain network."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ SIZE = (3, 24, 24)
 
 
 class Trunk(nn.Module):
-    """A residual network in miniature, and its scores of five classes."""
+    """A residual network in miniature: (N, 3, H, W) -> (N, classes)."""
 
     def __init__(self, classes: int = 5) -> None:
         super().__init__()
@@ -33,7 +31,7 @@ class Trunk(nn.Module):
 
 
 class Keyword(nn.Module):
-    """Called by name, gives a dict."""
+    """Takes its images by keyword, and returns a dict."""
 
     def __init__(self, trunk: Trunk) -> None:
         super().__init__()
@@ -44,14 +42,14 @@ class Keyword(nn.Module):
 
 
 class Record(Keyword):
-    """Takes a dict as its one argument."""
+    """Takes a dict as its one argument, and returns a dict."""
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
         return {"logits": self.trunk(batch["image"])}
 
 
 class Listed(Keyword):
-    """Takes a list of images, gives a list of dicts, as detectors do."""
+    """Takes a list of images, and returns a list of dicts, as detectors do."""
 
     def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:  # type: ignore[override]
         assert isinstance(images, list)
@@ -71,6 +69,7 @@ def trunk() -> Trunk:
     return lived_in(Trunk(), torch.randn(8, *SIZE, dtype=torch.float64)).float()  # type: ignore[return-value]
 
 
+# A network around a trunk, and the form in which it takes images (N, C, H, W).
 FORMS: dict[str, tuple[Callable[[Trunk], nn.Module], Callable[[Tensor], Any]]] = {
     "keywords": (Keyword, lambda x: {"pixel_values": x}),
     "a record": (Record, lambda x: ({"image": x},)),
@@ -85,7 +84,7 @@ def batches(count: int = 4, each: int = 8) -> list[Tensor]:
 
 
 def resnet() -> nn.Module:
-    """transformers' own, called by name, its hidden states among what it gives."""
+    """A ResNet of transformers, which takes keywords and returns its hidden states, too."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     torch.manual_seed(0)
@@ -102,7 +101,7 @@ def resnet() -> nn.Module:
 
 
 class Boxes(Listed):
-    """As many things as it sees; how many there are depends on the last digit."""
+    """Returns as many boxes as scores are positive, which may depend on the last digit."""
 
     def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:  # type: ignore[override]
         rows = self.trunk(torch.stack(images))

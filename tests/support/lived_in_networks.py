@@ -24,16 +24,18 @@ from normswap.plan import Step
 from normswap.surgery import applying
 
 BATCHNORMS = (_BatchNorm, FrozenBatchNorm2d, FrozenBatchNormAct2d)
+# The fractions of the gammas that are negative, and zero.
 NEGATIVE = 0.2
-ZERO = 0.1  # fractions of the gammas
+ZERO = 0.1
 
 
 def lived_in(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
-    """`model` itself, now in float64 and eval mode, its norms (any BatchNorm class) as if they had
-    been trained on `x`.
+    """Return `model` itself, in float64 and eval mode, with norms as if trained on `x`.
 
     Args:
-        x: an input (N, C, H, W) of the network; its statistics become the network's.
+        model: A network with BatchNorms of any class.
+        x: Images (N, C, H, W); the norms' statistics are measured on them, and perturbed.
+        seed: The seed of the random numbers.
     """
     model.double().eval()
     generator = torch.Generator().manual_seed(seed)
@@ -45,20 +47,20 @@ def lived_in(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
 
 
 def living(model: nn.Module, *shape: int) -> tuple[nn.Module, Tensor]:
-    """`lived_in`, in float32, on three random inputs of this shape; and those."""
+    """The network after `lived_in`, in float32, and three random inputs of this shape for it."""
     torch.manual_seed(0)
     x = torch.randn(3, *shape)
     return lived_in(model, x).float(), x
 
 
 def calm(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
-    """`lived_in`, with branches that add little to the stream, as those of trained networks do: the
-    last gamma of each is 0.3 times as large. Rounding errors do not grow from block to block then,
-    and float32 is as near to float64 at the logits as it is in trained networks.
+    """The network after `lived_in`, with branches that add little, as those of trained networks do.
+
+    The last gamma of each branch is 0.3 times as large. Then rounding errors do not grow from block
+    to block, and float32 is as near to float64 at the logits as it is in trained networks.
     """
-    model.load_state_dict(
-        block_signals.awake(model).state_dict()
-    )  # NFNets start with branches that add nothing
+    # NFNets start with branches that add nothing.
+    model.load_state_dict(block_signals.awake(model).state_dict())
     lived_in(model, x, seed)
     with torch.no_grad():
         for block in inspection.inspect(model).blocks:
@@ -69,6 +71,7 @@ def calm(model: nn.Module, x: Tensor, seed: int = 0) -> nn.Module:
 
 
 def _measured(model: nn.Module, x: Tensor, generator: torch.Generator) -> None:
+    """Set each norm's statistics to those of its input when the network runs on x, perturbed."""
     norms: list[Any] = [module for module in model.modules() if isinstance(module, BATCHNORMS)]
     handles = [
         norm.register_forward_pre_hook(_measure(generator))
@@ -87,12 +90,12 @@ def _randomize(norm: Any, generator: torch.Generator) -> None:
     if gamma is None:
         return
 
+    # Each gamma draws a lot: zero, negative or positive. There is one of each of the first two,
+    # however narrow the network.
     lots = torch.rand(gamma.shape, generator=generator, dtype=torch.float64)
-    lots[:2] = torch.tensor([0.0, NEGATIVE])[
-        : len(lots)
-    ]  # at least one of each kind, however narrow the network
-    value = torch.rand(gamma.shape, generator=generator, dtype=torch.float64) + 0.5
+    lots[:2] = torch.tensor([0.0, NEGATIVE])[: len(lots)]
 
+    value = torch.rand(gamma.shape, generator=generator, dtype=torch.float64) + 0.5
     value = torch.where(lots < NEGATIVE + ZERO, -value, value)
     with torch.no_grad():
         gamma.copy_(torch.where(lots < ZERO, torch.zeros_like(value), value))
@@ -100,6 +103,8 @@ def _randomize(norm: Any, generator: torch.Generator) -> None:
 
 
 def _measure(generator: torch.Generator) -> Any:
+    """A forward pre-hook that sets a norm's statistics to those of its input, perturbed."""
+
     def hook(norm: Any, args: tuple[Tensor, ...]) -> None:
         values = args[0].transpose(0, 1).flatten(1)
         noise = torch.randn(len(values), generator=generator, dtype=torch.float64)
@@ -117,9 +122,7 @@ def batchnorms(model: nn.Module) -> list[str]:
 
 
 def step(model: nn.Module | Anatomy, to: str, **options: Any) -> tuple[Step, PlanBuilder]:
-    """The plan of one conversion of a network, or of one that has been looked at, and the builder
-    it comes from.
-    """
+    """The plan of one conversion, and the builder that it comes from."""
     options = schemes.chosen(to, options).options
     seen = model if isinstance(model, Anatomy) else inspection.inspect(model)
     builder = schemes.get(to).plan(seen, **options)
@@ -141,8 +144,9 @@ def run(model: nn.Module, *x: Any) -> Tensor:
 
 
 def distance(reference: Tensor, value: Tensor) -> float:
-    """Relative L2 distance, absolute from a reference of zeros; infinite for another shape or
-    anything not finite.
+    """The relative L2 distance; the absolute one from a reference of zeros.
+
+    It is infinite for a value of another shape, or one that is not finite.
     """
     if reference.shape != value.shape or not bool(torch.isfinite(value).all()):
         return float("inf")

@@ -17,17 +17,15 @@ from normswap.storage.header import digest_of
 
 ARGS: dict[str, Any] = {"channels": [8, 16, 32, 64]}
 SMALL = {"arch": "resnet18", "arch_args": ARGS, "num_classes": 10}
-SMALL_IMAGES = {
-    "input_size": (3, 64, 64)
-}  # what a network is made for: nothing that is made for it is larger
+# The size that a network says it is made for: nothing that is made for it is larger.
+SMALL_IMAGES = {"input_size": (3, 64, 64)}
 State = dict[str, torch.Tensor]
 
 
 def small(**kwargs: Any) -> nn.Module:
     torch.manual_seed(0)
-    return timm.create_model(
-        "resnet18", **{**ARGS, "num_classes": 10, "pretrained_cfg_overlay": SMALL_IMAGES, **kwargs}
-    ).eval()
+    options = {**ARGS, "num_classes": 10, "pretrained_cfg_overlay": SMALL_IMAGES, **kwargs}
+    return timm.create_model("resnet18", **options).eval()
 
 
 def origin(model: nn.Module) -> Provenance:
@@ -80,18 +78,21 @@ def rewrite(
     tensors: Mapping[str, torch.Tensor | None] = {},
     dropped: Sequence[str] = (),
 ) -> None:
-    """Write the weights again with other keys in the record, whose digest is right, or other
-    tensors, without those that are None; `dropped` keys are left out.
+    """Write the weights in a folder again, with the right digest of their record.
+
+    Args:
+        folder: The folder.
+        header: Keys of the record that change.
+        tensors: Tensors that change, by name; None for one that is left out.
+        dropped: Keys of the record that are left out.
     """
     file = folder / "model.safetensors"
-    record = record_of(folder)
-    state = {
-        name: tensor
-        for name, tensor in {**load_file(file), **tensors}.items()
-        if tensor is not None
-    }
-    changed = {key: value for key, value in {**record, **header}.items() if key not in dropped}
-    save_file(state, file, {"normswap": json.dumps(signed(changed))})
+    record = {**record_of(folder), **header}
+    record = {key: value for key, value in record.items() if key not in dropped}
+    tensors = {**load_file(file), **tensors}
+    state = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(state, file, {"normswap": json.dumps(signed(record))})
+
     config = json.loads((folder / "config.json").read_text())
     config["normswap"].pop("header", None)
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Narrow networks of timm's that look as if they had been trained, and what a step makes of them."""
+"""Narrow networks of timm that look as if they had been trained."""
 
 import functools
 from typing import Any
@@ -49,6 +49,7 @@ def skeleton(arch: str, **kwargs: Any) -> nn.Module:
 
 @functools.cache
 def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A lived-in network, images for it, and its logits for them; nobody may change them."""
     torch.manual_seed(0)
     seen, x = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)
     model = lived_in(skeleton(arch), seen)
@@ -56,7 +57,7 @@ def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def applied(model: nn.Module, planned: Step) -> nn.Module:
-    """The result, which knows where it is from."""
+    """The network after a step, which knows where it is from."""
     return carrying_out.applied(Network(model), planned)
 
 
@@ -64,15 +65,16 @@ STANDARDIZED = (StdConv2d, StdConv2dSame, ScaledStdConv2d, ScaledStdConv2dSame)
 
 
 def randomized(model: nn.Module, skipinit: float = 0.4) -> nn.Module:
-    """Gains and biases as if trained; without that every branch of a fresh network is 0."""
+    """The network with gains and biases as if trained; in a fresh one every branch is 0."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("skipinit_gain"):
                 parameter.fill_(skipinit)
             elif name.endswith(("gain", "bias")):
-                value = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(value.abs() + 0.3 if name.endswith("gain") else 0.2 * value)
+                noise = torch.randn(parameter.shape, generator=generator)
+                is_gain = name.endswith("gain")
+                parameter.copy_(noise.abs() + 0.3 if is_gain else 0.2 * noise)
             elif name.endswith("fc.weight"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 

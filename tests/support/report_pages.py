@@ -1,4 +1,4 @@
-"""What the tests of the report share: lived-in networks on disk, and a strict reader of its HTML."""
+"""For tests of the report: lived-in networks on disk, and a strict reader of HTML."""
 
 import json
 from html.parser import HTMLParser
@@ -18,7 +18,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def source(folder: Path, kind: str) -> Path:
-    """A lived-in network in timm's hub layout."""
+    """Write a lived-in network to `folder`, as timm writes it for the hub."""
     name, args = NETWORKS[kind]
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10, **args)
@@ -37,7 +37,7 @@ def source(folder: Path, kind: str) -> Path:
 
 
 class Checker(HTMLParser):
-    """Balanced tags, and nothing that a browser would load: pictures are in the page."""
+    """Reads a page whose tags are balanced, and of which a browser loads nothing else."""
 
     VOID = {"meta", "link", "br", "img", "hr", "input"}
 

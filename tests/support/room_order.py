@@ -1,4 +1,4 @@
-"""The rooms of the package, from the ground up."""
+"""The rooms of the package, from the ground up; those of one line know nothing of each other."""
 
 ORDER = (
     ("errors", "copying", "version", "shipped"),
@@ -21,4 +21,7 @@ ORDER = (
 )
 
 
-FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
+# The number of a room's line in `ORDER`.
+FLOOR: dict[str, int] = {}
+for number, rooms in enumerate(ORDER):
+    FLOOR.update(dict.fromkeys(rooms, number))

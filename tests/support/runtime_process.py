@@ -1,6 +1,4 @@
-"""Run an exported file in a fresh process that has only the file's own runtime: importing anything
-else fails there.
-"""
+"""Run an exported file in a fresh process that can import only the file's own runtime."""
 
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from normswap.exporting import formats
 from support import needs
 
 _OURS = ["normswap", "timm", "torchvision", "safetensors"]
+# The packages that cannot be imported there.
 _BLOCKED = {
     "onnx": [*_OURS, "torch", "onnx", "onnxscript"],
     "openvino": [*_OURS, "torch", "onnx", "onnxscript", "onnxruntime", "nncf"],
@@ -30,6 +29,7 @@ _PT2 = (
 _ONNX = """import onnxruntime as ort
 session = ort.InferenceSession(file, providers=['CPUExecutionProvider'])
 run = lambda x: session.run(['{output}'], {{'images': x}})[0]"""
+# A program that defines `run`, from an array of images to an array of answers.
 _RUN = {
     "onnx": _ONNX,
     "openvino": (
@@ -77,7 +77,7 @@ sys.exit(f"{{present}} were imported" if present else 0)
 
 
 def skip_without(form: str) -> None:
-    """Skip the test where a package is not installed that the format needs."""
+    """Leave the test out where a package that the format needs is not installed."""
     for package in formats._FORMATS[form].needs:
         needs.package(package)
 
@@ -85,10 +85,17 @@ def skip_without(form: str) -> None:
 def run_alone(
     file: Path, form: str, x: Tensor, *, batch: int = 1, output: str = "logits"
 ) -> Tensor:
-    """The answers of `file` to `x` (N, C, H, W), `batch` images at a time.
+    """The answers of an exported file.
+
+    Args:
+        file: The file.
+        form: The name of its format.
+        x: Images (N, C, H, W).
+        batch: How many images are sent at a time.
+        output: The name of the file's output.
 
     Raises:
-        AssertionError: it does not load, or needs something that is blocked.
+        AssertionError: The file does not load, or needs a package that is blocked.
     """
     program = _PROGRAM.format(
         blocked=set(_BLOCKED[form]), run=_RUN[form].format(output=output), batch=batch

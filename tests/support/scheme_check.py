@@ -1,10 +1,11 @@
-"""A pytest fixture for whoever adds a scheme: it must keep what it claims, and every target must
-take its results.
+"""A pytest fixture for whoever adds a scheme: it must keep what it claims.
 
-from support.scheme_check import check_scheme
+Every target must take its results, too.
 
-def test_my_scheme(check_scheme):
-check_scheme("mine", share=0.5)
+    from support.scheme_check import check_scheme
+
+    def test_my_scheme(check_scheme):
+        check_scheme("mine", share=0.5)
 """
 
 from collections.abc import Callable
@@ -43,15 +44,15 @@ def check_scheme(request: pytest.FixtureRequest) -> Callable[..., None]:
 def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
     """Convert a network to the scheme, and the result to every target and back by `unfold`.
 
-    Two laws: the scheme keeps what it claims, and every target takes its result. What is raised
-    names the law.
-
     Args:
-        create: makes the network; `options`: those of the scheme.
+        create: Makes the network.
+        scheme: The name of the scheme.
+        options: The options of the scheme.
 
     Raises:
-        VerificationError: a result is not what its scheme claims. Whatever a scheme raises that is
-            no refusal passes.
+        VerificationError: A result is not what its scheme claims. The message says whether it is
+            the scheme's own result, or a target's.
+        Exception: Whatever a scheme raises that is no refusal.
     """
     try:
         conversion = convert(Network(living(create(), *_SIZE)[0], size=_SIZE), scheme, **options)
@@ -62,8 +63,7 @@ def check(create: Callable[[], nn.Module], scheme: str, **options: Any) -> None:
         try:
             convert(Network(conversion.model, size=_SIZE), target)
         except VerificationError as error:
-            raise VerificationError(
-                f"{target} does not take a result of {scheme}", str(error)
-            ) from error
+            headline = f"{target} does not take a result of {scheme}"
+            raise VerificationError(headline, str(error)) from error
         except NormswapError:
             continue

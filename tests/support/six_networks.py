@@ -1,4 +1,4 @@
-"""Six small networks that look as if they had been trained, for the laws: each hard in another way."""
+"""Six small networks that look as if they had been trained, each hard in another way."""
 
 import functools
 from collections.abc import Callable
@@ -16,9 +16,7 @@ SIZE = (3, 16, 16)
 
 
 class Inverted(nn.Module):
-    """A linear bottleneck whose second filters read one channel, with the eps and momentum of
-    mobile networks.
-    """
+    """A linear bottleneck with a depthwise convolution; eps and momentum as in mobile networks."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -36,8 +34,9 @@ class Inverted(nn.Module):
 
 
 class Joined(nn.Module):
-    """Maps of two scales side by side, up by a grouped transposed convolution; no branch, norms
-    before layers.
+    """Maps of two scales side by side; the small one is enlarged by a transposed convolution.
+
+    There is no residual branch, and norms stand before layers.
     """
 
     def __init__(self) -> None:
@@ -46,9 +45,10 @@ class Joined(nn.Module):
         self.down = nn.Conv2d(4, 6, 3, 2, 1)
         self.up = nn.ConvTranspose2d(6, 4, 2, 2, groups=2)
         self.out = nn.Conv2d(8, 4, 1)
-        self.bn1, self.bn2, self.bn3, self.bn4 = (
-            nn.BatchNorm2d(count, momentum=0.2) for count in (4, 6, 4, 8)
-        )
+        self.bn1 = nn.BatchNorm2d(4, momentum=0.2)
+        self.bn2 = nn.BatchNorm2d(6, momentum=0.2)
+        self.bn3 = nn.BatchNorm2d(4, momentum=0.2)
+        self.bn4 = nn.BatchNorm2d(8, momentum=0.2)
         self.drop = nn.Dropout2d(0.3)
         self.head = nn.Linear(4, 4)
 
@@ -66,44 +66,41 @@ SIX: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: skeleton("resnet18", layers=(1, 2, 1, 1), channels=(4, 6, 8, 8)),
     "seresnet18": lambda: skeleton("seresnet18", layers=(1, 2, 1, 1), channels=(8, 8, 16, 16)),
 }
-# Those in which nothing is added to a skip connection, so that no scalar of a branch has a place.
+# The networks without a residual sum, so that no scalar of a branch has a place.
 BRANCHLESS = ("joined",)
 
 
 def fits(name: str, scheme: str) -> bool:
-    """Whether the network has what the scheme is for: branches, or maps of more than one position."""
+    """Whether the network has the branches, or maps of several positions, that the scheme needs."""
     if scheme == "instancenorm":
         return "resnet" not in name
     return name not in BRANCHLESS or not schemes.get(scheme).on_branches or scheme == "nf"
 
 
 def images(count: int, seed: int = 0) -> Tensor:
-    """Smooth ones of unequal brightness, in float64."""
+    """Smooth images of unequal brightness, (count, 3, 16, 16), in float64."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(count, *SIZE, generator=generator, dtype=torch.float64)
-    return (
-        nn.functional.avg_pool2d(noise, 3, 1, 1) * 2
-        + torch.rand(count, 1, 1, 1, generator=generator).double()
-    )
+    brightness = torch.rand(count, 1, 1, 1, generator=generator).double()
+    return nn.functional.avg_pool2d(noise, 3, 1, 1) * 2 + brightness
 
 
 @functools.cache
 def trained(name: str, seed: int = 0) -> nn.Module:
-    """The network of this name in float64; nobody may change it. Its statistics are those of
-    `images(8)`, roughly.
+    """The network of this name in float64; nobody may change it.
+
+    Its statistics are roughly those of `images(8)`.
     """
     torch.manual_seed(seed)
     model = lived_in(SIX[name](), images(8), seed)
-    for i, path in enumerate(batchnorms(model)):
+    for number, path in enumerate(batchnorms(model)):
         norm: Any = model.get_submodule(path)
-        norm.num_batches_tracked.fill_(100 + i)
+        norm.num_batches_tracked.fill_(100 + number)
     return model
 
 
 def measured(model: nn.Module, x: Tensor) -> nn.Module:
-    """`model` itself, whose running statistics are now exactly those of what reaches each norm on
-    `x`.
-    """
+    """Return `model` itself, with running statistics that are exactly those of `x`."""
     handles = []
 
     def measure(norm: Any, args: tuple[Tensor, ...]) -> None:

@@ -1,8 +1,9 @@
-"""Small trainings: a tiny network, a few random images, a recipe; as a script, one process of a
-run.
+"""Small trainings: a tiny network, a few random images, a recipe.
 
-python tests/support/small_trainings.py IMAGES OUT SCHEME '{"train": {...}}' [--resume auto] [--kill
-UPDATE] [--nap SECONDS]
+As a script it is one process of a run:
+
+    python tests/support/small_trainings.py IMAGES OUT SCHEME '{"train": {...}}'
+        [--resume auto] [--kill UPDATE] [--nap SECONDS]
 """
 
 import argparse
@@ -27,10 +28,8 @@ import normswap
 from normswap.training.engine import Result, TrainingProgress, finetune
 from normswap.training.recipe import Recipe
 
-TINY: dict[str, Any] = {
-    "channels": (4, 4, 8, 8),
-    "layers": (2, 1, 1, 1),
-}  # a block without downsample, and some with
+# One block without a projection, and some with one.
+TINY: dict[str, Any] = {"channels": (4, 4, 8, 8), "layers": (2, 1, 1, 1)}
 CLASSES = [f"class{i}" for i in range(10)]
 
 
@@ -47,7 +46,7 @@ def write_images(
 
 
 def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) -> nn.Module:
-    """A tiny ResNet for images of 32 px, converted."""
+    """A tiny ResNet for images of 32 px, converted to the scheme."""
     model = copy.deepcopy(made(scheme, **options))
     return model.double() if double else model
 
@@ -63,7 +62,8 @@ def made(scheme: str, **options: Any) -> nn.Module:
         "interpolation": "bilinear",
     }
     model.__dict__.update(pretrained_cfg=known, default_cfg=known)
-    with torch.no_grad():  # statistics that the network has: alphas are matched to them
+    # Statistics of the network's own: alphas are matched to them.
+    with torch.no_grad():
         model.train()(torch.randn(64, 3, 32, 32))
     model = model.eval()
     if scheme != "batchnorm":
@@ -73,7 +73,7 @@ def made(scheme: str, **options: Any) -> nn.Module:
 
 
 def recipe(images: Path | str, **parts: Any) -> Recipe:
-    """A recipe for those images: four updates in each of two epochs, nothing random but the order."""
+    """A recipe of two epochs, four updates in each; only the order of the images is random."""
     base: dict[str, Any] = {
         "summary": "a test",
         "data": {"root": str(images), "validation": str(images), "batch_size": 8, "workers": 0},
@@ -85,7 +85,7 @@ def recipe(images: Path | str, **parts: Any) -> Recipe:
 
 
 def merged(base: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
-    """Keys of both, those of parts where they differ; tables within tables likewise."""
+    """The keys of both tables; where both have one, the value of `parts`. So in inner tables."""
     both = {
         key: merged(base[key], value)
         for key, value in parts.items()
@@ -112,24 +112,19 @@ def main() -> None:
     for name in ("images", "out", "scheme", "parts"):
         parser.add_argument(name)
     parser.add_argument("--resume")
-    parser.add_argument(
-        "--kill",
-        type=int,
-        default=0,
-        help="SIGKILL process 1, or the only one, once, at this update",
-    )
+    kill_help = "SIGKILL process 1, or the only one, once, at this update"
+    parser.add_argument("--kill", type=int, default=0, help=kill_help)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--nap", type=float, default=0.0, help="seconds per update, so that it can be killed"
-    )
+    nap_help = "seconds per update, so that it can be killed"
+    parser.add_argument("--nap", type=float, default=0.0, help=nap_help)
     given = parser.parse_args()
     parts = json.loads(given.parts)
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
     def watch(moment: TrainingProgress) -> None:
         time.sleep(given.nap)
 
-    if given.kill and first and os.environ.get("RANK", "1") == "1":
+    if given.kill and is_first and os.environ.get("RANK", "1") == "1":
         from normswap.training.engine import TrainingRun
 
         update = TrainingRun._update
@@ -140,6 +135,7 @@ def main() -> None:
             update(self, batches)
 
         TrainingRun._update = dying  # type: ignore[method-assign]
+
     model = network(given.scheme, double=parts.pop("double", False))
     train(
         model,

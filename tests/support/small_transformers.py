@@ -48,7 +48,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def skeleton(name: str) -> nn.Module:
-    """In float64 and eval mode; it knows the size it is made for."""
+    """A fresh network of `SMALL` in float64 and eval mode, which knows the size it is made for."""
     arch, args = SMALL[name]
     model = timm.create_model(arch, **args).double().eval()
     side = args.get("img_size", 64)
@@ -58,34 +58,35 @@ def skeleton(name: str) -> nn.Module:
 
 
 def small(name: str) -> tuple[nn.Module, Tensor]:
-    """A lived-in network, and an input (2, 3, H, W) of it."""
+    """A lived-in network of `SMALL`, and an input (2, 3, H, W) for it."""
     torch.manual_seed(0)
     model: Any = inhabit(skeleton(name))
     return model, torch.randn(2, *model.pretrained_cfg["input_size"], dtype=torch.float64)
 
 
 def inhabit(model: nn.Module, seed: int = 0) -> nn.Module:
-    """`model` itself, every gamma, beta, bias, embedding and LayerScale random; some gammas
-    negative, some zero.
+    """Return `model` itself, with random gammas, betas, biases, embeddings and LayerScales.
+
+    Some gammas are negative, some zero.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=generator, dtype=torch.float64)
 
-    norms = {
-        id(parameter)
-        for m in model.modules()
-        if isinstance(m, nn.LayerNorm)
-        for parameter in m.parameters()
-    }
+    in_norms: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            in_norms.update(id(parameter) for parameter in module.parameters())
+
     with torch.no_grad():
         for path, value in model.named_parameters():
-            if id(value) in norms and path.endswith("weight"):
+            if id(value) in in_norms and path.endswith("weight"):
                 value.copy_(1 + 0.3 * noise(value))
                 value[::7].neg_()
                 value[::11] = 0
-            elif path.endswith("gamma"):  # LayerScale
+            # LayerScale
+            elif path.endswith("gamma"):
                 value.copy_(0.5 + 0.2 * noise(value))
             elif value.ndim == 1 or "token" in path or "pos_embed" in path:
                 value.copy_(0.3 * noise(value))

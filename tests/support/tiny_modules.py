@@ -1,6 +1,4 @@
-"""Parts of tiny networks: a module whose forward fits on a line, and what makes a norm hard to
-move.
-"""
+"""Parts of tiny networks: a module whose forward fits on a line, and what is hard to fold."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +11,7 @@ C = 4
 
 
 class Net(nn.Module):
-    """A module whose forward is a function of itself and its input, so that a case fits on a line."""
+    """A module whose forward is `body(module, x)`, so that a case fits on a line."""
 
     def __init__(self, body: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -34,18 +32,18 @@ def bn(channels: int = C, **kwargs: Any) -> BatchNorm2d:
 
 
 def net(body: Callable[..., Any], /, **kinds: Any) -> Callable[[], nn.Module]:
-    """Build a `Net` from factories, or from prototypes that are copied."""
-    return lambda: Net(
-        body,
-        **{
-            name: (
-                kind()
-                if callable(kind) and not isinstance(kind, nn.Module)
-                else copy.deepcopy(kind)
-            )
-            for name, kind in kinds.items()
-        },
-    )
+    """A function that builds a `Net`, its parts from factories or copied from modules."""
+
+    def make() -> nn.Module:
+        return Net(body, **{name: _part(kind) for name, kind in kinds.items()})
+
+    return make
+
+
+def _part(kind: Any) -> nn.Module:
+    if isinstance(kind, nn.Module):
+        return copy.deepcopy(kind)
+    return kind()
 
 
 def aliased(

@@ -1,6 +1,4 @@
-"""The trained networks beside the repository and in the package, the test images, and what networks
-say of them.
-"""
+"""The trained networks beside the repository and in the package, and their test images."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -32,7 +32,7 @@ PREPROCESSING = {
 
 
 def _seen(model: nn.Module) -> nn.Module:
-    """The network, telling how its images are to be prepared."""
+    """The network, which now says how its images are to be prepared."""
     known = {**getattr(model, "pretrained_cfg", {}), **PREPROCESSING}
     return _tagged(model, num_classes=10, pretrained_cfg=known, default_cfg=known)
 
@@ -51,20 +51,19 @@ def _conv(
     kind: Any = nn.Conv2d,
     norm: Any = None,
 ) -> Any:
-    """A 3 x 3 convolution, its norm and a ReLU; `after`: the norm behind the ReLU."""
+    """A 3 x 3 convolution, its norm and a ReLU; with `after`, the norm comes after the ReLU."""
+    conv = kind(fan, out, 3, stride, 1, bias=after)
     norm = (norm or nn.BatchNorm2d)(out)
     act = nn.ReLU(inplace=not after)
-    return [kind(fan, out, 3, stride, 1, bias=after), *([act, norm] if after else [norm, act])]
+    return [conv, act, norm] if after else [conv, norm, act]
 
 
 def plain(*, after: bool = False) -> nn.Module:
-    """VGG-like, no skips."""
+    """A network like VGG, without skips."""
     widths = ((3, 24, 1), (24, 32, 2), (32, 40, 1), (40, 64, 2), (64, 64, 1), (64, 96, 2))
-    layers = [
-        layer
-        for fan, out, stride in widths
-        for layer in _conv(fan, out, stride=stride, after=after)
-    ]
+    layers: list[nn.Module] = []
+    for fan, out, stride in widths:
+        layers += _conv(fan, out, stride=stride, after=after)
     return _seen(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)))
 
 
@@ -74,11 +73,8 @@ def plain_norm_after() -> nn.Module:
 
 
 def _inverted(arch: list[list[str]], **options: Any) -> nn.Module:
-    return _seen(
-        EfficientNet(
-            decode_arch_def(arch), num_classes=10, num_features=160, stem_size=16, **options
-        )
-    )
+    layout = decode_arch_def(arch)
+    return _seen(EfficientNet(layout, num_classes=10, num_features=160, stem_size=16, **options))
 
 
 def depthwise() -> nn.Module:
@@ -108,15 +104,15 @@ def dense() -> nn.Module:
     model = timm.create_model(
         "densenet121", num_classes=10, growth_rate=12, block_config=(3, 3, 3), bn_size=3
     )
-    model.features.conv0.stride = (1, 1)  # 32 px leave nothing to halve twice at once
+    # 32 px leave nothing to halve twice at once.
+    model.features.conv0.stride = (1, 1)
     return _seen(model)
 
 
 def regnet() -> nn.Module:
     """RegNet: bottlenecks with grouped convolutions."""
-    model = RegNet(
-        RegNetCfg(depth=7, w0=24, wa=14.0, wm=1.6, group_size=8, stem_width=24), num_classes=10
-    )
+    config = RegNetCfg(depth=7, w0=24, wa=14.0, wm=1.6, group_size=8, stem_width=24)
+    model = RegNet(config, num_classes=10)
     model.stem.conv.stride = (1, 1)
     return _seen(model)
 
@@ -153,8 +149,9 @@ class UNet(nn.Module):
 
 
 def unet() -> nn.Module:
-    """Per pixel: the ground, an ellipse of another picture, or a rectangle of one
-    (`kinds_images.pasted`).
+    """A U-Net for three classes of pixels (`kinds_images.pasted`).
+
+    A pixel belongs to the ground, to an ellipse of another picture, or to a rectangle of one.
     """
     return _tagged(_seen(UNet(3)), num_classes=3)
 
@@ -163,25 +160,23 @@ def one_d() -> nn.Module:
     """A 1-D network over the columns of an image, (N, 96, 32)."""
     conv: Any = functools.partial(_conv, kind=nn.Conv1d, norm=nn.BatchNorm1d)
     widths = ((96, 64, 1), (64, 64, 1), (64, 96, 2), (96, 96, 1), (96, 128, 2), (128, 128, 1))
-    layers = [layer for fan, out, stride in widths for layer in conv(fan, out, stride=stride)]
-    return _tagged(
-        nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(128, 10)),
-        num_classes=10,
-    )
+    layers: list[nn.Module] = []
+    for fan, out, stride in widths:
+        layers += conv(fan, out, stride=stride)
+    head = (nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(128, 10))
+    return _tagged(nn.Sequential(*layers, *head), num_classes=10)
 
 
 def three_d() -> nn.Module:
-    """A 3-D network over short clips, (N, 3, 4, 16, 16): a picture that moves along its diagonal."""
+    """A 3-D network over short clips (N, 3, 4, 16, 16), in which a picture moves (`Clip`)."""
     conv: Any = functools.partial(_conv, kind=nn.Conv3d, norm=nn.BatchNorm3d)
     layers = [*conv(3, 16), *conv(16, 32, stride=2), *conv(32, 32), *conv(32, 64, stride=2)]
-    return _tagged(
-        nn.Sequential(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(64, 10)),
-        num_classes=10,
-    )
+    head = (nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(64, 10))
+    return _tagged(nn.Sequential(*layers, *head), num_classes=10)
 
 
 def vit() -> nn.Module:
-    """A ViT of patches of 4 px: LayerNorms."""
+    """A ViT with patches of 4 px, which has LayerNorms."""
     model = timm.create_model(
         "vit_tiny_patch16_224",
         num_classes=10,
@@ -195,15 +190,16 @@ def vit() -> nn.Module:
 
 
 class Columns(nn.Module):
-    """From images (N, C, H, W) to (N, C H, W)."""
+    """Turns images (N, C, H, W) into series (N, C H, W)."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.flatten(1, 2)
 
 
 class Clip(nn.Module):
-    """From images (N, C, H, W) to four frames of half their size, (N, C, 4, H/2, W/2), each moved
-    by two pixels.
+    """Turns images (N, C, H, W) into clips (N, C, 4, H/2, W/2).
+
+    The picture moves by two pixels along its diagonal from frame to frame.
     """
 
     def forward(self, images: Tensor) -> Tensor:
@@ -231,12 +227,13 @@ def trained(kind: str) -> nn.Module:
     """A network of the zoo with its weights, in float32 and eval mode."""
     model = KINDS[kind]()
     stored = load_file(DATA / f"{kind}.safetensors")
-    model.load_state_dict(
-        {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
-    )
+    for name, tensor in stored.items():
+        if tensor.is_floating_point():
+            stored[name] = tensor.float()
+    model.load_state_dict(stored)
     return model.eval()
 
 
 def known(kind: str) -> dict[str, Any]:
-    """Its accuracy, recipe and images."""
+    """The record of a network of the zoo: its accuracy, recipe and images."""
     return dict(json.loads((DATA / f"{kind}.json").read_text()))
