@@ -89,7 +89,14 @@ def figures() -> tuple[int, dict[str, list[float]]]:
 def draw(
     axes: Axes, bars: dict[str, list[float]], titles: tuple[str, str], by_hand: tuple[str, ...]
 ) -> None:
-    """A group of at most two bars for each name, the first one strong; `titles`: what the two are."""
+    """Draw a group of bars for each name.
+
+    Args:
+        axes: Where to draw.
+        bars: At most two values by the name of their group; the first is drawn strong.
+        titles: What the two values are.
+        by_hand: Beginnings of the names of conversions that users do by hand.
+    """
     for place, (bar, values) in enumerate(bars.items()):
         colours = ("#c0392b", "#e3a29a") if bar.startswith(by_hand) else ("#2c5aa0", "#9db8dc")
         if bar == SOURCE:

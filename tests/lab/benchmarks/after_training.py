@@ -1,8 +1,7 @@
-"""Where training ends after the norms were changed, in the ways that there are:
-`after_training.md`.
+"""Where training ends after the norms were changed, in several ways: `after_training.md`.
 
-    python tests/lab/benchmarks/after_training.py -o tests/lab/benchmarks/after_training.md
-    [--workers 2] python tests/lab/benchmarks/after_training.py --device cuda --workers 9 -o FILE
+    python tests/lab/benchmarks/after_training.py --workers 2 -o FILE
+    python tests/lab/benchmarks/after_training.py --device cuda --workers 9 -o FILE
 
 Every way is tuned alike: each learning rate (and clipping) of the task is tried with half of the
 updates and one seed, scored on held-out training images; the best one trains with other seeds and
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import multiprocessing
 import time
@@ -246,7 +246,10 @@ class Run:
         self.stream: Any = None
 
     def prepare(self, update: int, updates: int) -> None:
-        """Choose the images and the rate of an update: a tenth of warm-up, then a cosine to zero."""
+        """Choose the images and the learning rate of an update.
+
+        The rate warms up for a tenth of the updates, then follows a cosine to zero.
+        """
         progress = update / updates
         warm = min((update + 1) / max(0.1 * updates, 1), 1.0)
         self.lr.fill_(self.rate * warm * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -383,21 +386,22 @@ def train_privately(runs: list[Run], epochs: int, device: str, split: Split) -> 
             target_epsilon=run.task.epsilon,
             max_grad_norm=1.0,
         )
-        for inputs, targets in (batch for _ in range(epochs) for batch in loader):
-            torch.nn.functional.cross_entropy(private(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for _ in range(epochs):
+            for inputs, targets in loader:
+                torch.nn.functional.cross_entropy(private(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
         rows.append({"before": before, "end": run.score(split)})
     return rows
 
 
 def measure(job: tuple[str, str], file: Path, device: str) -> str:
-    """Every run of a task and a way that is not kept yet; returns what there is to say."""
+    """Make every run of a task and a way that is not kept yet; returns a line to print, or ""."""
     name, said = job
     task = TASKS[name]
     way = ALL[said]
     kept = Kept(file)
-    settings = [(rate, clip) for rate in task.rates for clip in task.clips]
+    settings = [*itertools.product(task.rates, task.clips)]
     trials: list[tuple[str, ...]] = [
         (name, said, "trial", f"{rate:g}", f"{clip:g}") for rate, clip in settings
     ]
@@ -499,12 +503,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.fresh:
         given.rows.unlink(missing_ok=True)
-    jobs = [
-        (name, said)
-        for name in given.tasks
-        for said in given.ways
-        if name in (ALL[said].tasks or TASKS)
-    ]
+    pairs = itertools.product(given.tasks, given.ways)
+    jobs = [(name, said) for name, said in pairs if name in (ALL[said].tasks or TASKS)]
 
     with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
         pool.map(prepare, given.tasks, chunksize=1)

@@ -90,10 +90,13 @@ def counted(name: str, network: Row) -> Row:
 
 def line(family: str, rows: list[Row]) -> str:
     whole = sum(row["become"] > 0 and not row["reasons"] for row in rows)
-    norms, become, proven = (sum(row[key] for row in rows) for key in ("norms", "become", "proven"))
-    reasons = Counter(
-        why for row in rows for why, count in row["reasons"].items() for _ in range(count)
-    )
+    norms = sum(row["norms"] for row in rows)
+    become = sum(row["become"] for row in rows)
+    proven = sum(row["proven"] for row in rows)
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reasons.update(row["reasons"])
+
     why = "; ".join(f"{why} ({count})" for why, count in reasons.most_common(2))
     error = f"{max(row['error'] for row in rows):.0e}" if proven else ""
     return markdown_row(family, len(rows), whole, norms, become, proven, error, why)

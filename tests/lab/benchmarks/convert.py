@@ -1,8 +1,7 @@
-"""Time and peak memory of `normswap convert` against the least that any tool must do: create, load
-and save.
+"""Time and peak memory of `normswap convert` beside those of creating, loading and saving alone.
 
-    python tests/lab/benchmarks/convert.py [--arch resnet50 resnet18] [--to skipinit groupnorm] [-o
-    convert.md]
+    python tests/lab/benchmarks/convert.py
+        [--arch resnet50 resnet18] [--to skipinit groupnorm] [-o convert.md]
 
 Each run is a process of its own (peak memory is per process), A B A B ...; imports are not counted.
 Prints the ratio of the times pair by pair, and by how many times the checkpoint's size the peak

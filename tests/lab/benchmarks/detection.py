@@ -39,12 +39,17 @@ FOLDED = "the same, folded"
 WAYS = ("BatchNorm2d", FROZEN, FOLDED)
 TUNING = Tuning(RATES, SEEDS, "found")
 HOW = f"""
-`FasterRCNN` of torchvision on the ResNet of `{NETWORK}`: {TRAINED} training pictures of {SIDE} px with two CIFAR-10
+`FasterRCNN` of torchvision on the ResNet of `{NETWORK}`: {TRAINED} training pictures of {SIDE} px \
+with two CIFAR-10
 objects each ({" or ".join(CLASSES[1:])}); {UPDATES} updates of {BATCH} images, AdamW, one cycle,
-gradients clipped to norm {CLIP:g}. Learning rate: of {", ".join(f"{rate:g}" for rate in RATES)} the best for that way
-after {TRIAL} updates, on {HELD_OUT} held-out training pictures (seed {SEEDS[0]}). Found: of the objects in {TESTED}
-test pictures the share that has the right class and an overlap of 0.5 among the two best detections of its picture, in
-percent, mean of {len(SEEDS)} seeds (each in brackets). Loss: mean of the first and of the last 100 updates.
+gradients clipped to norm {CLIP:g}. Learning rate: of {", ".join(f"{rate:g}" for rate in RATES)} \
+the best for that way
+after {TRIAL} updates, on {HELD_OUT} held-out training pictures (seed {SEEDS[0]}). Found: of the \
+objects in {TESTED}
+test pictures the share that has the right class and an overlap of 0.5 among the two best \
+detections of its picture, in
+percent, mean of {len(SEEDS)} seeds (each in brackets). Loss: mean of the first and of the last \
+100 updates.
 """
 
 

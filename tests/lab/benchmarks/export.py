@@ -1,10 +1,12 @@
-"""Every format and dtype against the source: on all test images and on deep networks; nodes beside
-a plain export.
+"""Every format and dtype against the source, and the nodes of a file beside a plain export's.
 
-    python tests/lab/benchmarks/export.py images [NAME ...] # the trained networks on the 10,000
-    CIFAR-10 test images python tests/lab/benchmarks/export.py deep [NAME ...]   # timm's networks
-    with random weights (`lived.calm`), 64 px python tests/lab/benchmarks/export.py nfnets [NAME
-    ...] # in ONNX Runtime, beside a plain export of the same, 96 px
+    python tests/lab/benchmarks/export.py images [NAME ...]
+    python tests/lab/benchmarks/export.py deep [NAME ...]
+    python tests/lab/benchmarks/export.py nfnets [NAME ...]
+
+`images`: the trained networks on the 10,000 CIFAR-10 test images. `deep`: timm's networks with
+random weights (`lived_in_networks.calm`) at 64 px. `nfnets`: in ONNX Runtime, beside a plain export
+of the same network, at 96 px.
 
 The first needs ../shared (images and checkpoints). What was measured is kept, a line each, in
 runs/export.jsonl, and not measured again; --fresh forgets it. Prints Markdown tables of all that is

@@ -1,8 +1,7 @@
-"""A trained network fine-tuned by clients with skewed classes, in Flower's simulation: top-1 by
-round, by norm.
+"""A trained network fine-tuned by clients with skewed classes: top-1 by round and by norm.
 
-    python tests/lab/benchmarks/federated.py -o tests/lab/benchmarks/federated.md      # needs
-    normswap[federated]
+    pip install 'normswap[federated]'    # Flower's simulation
+    python tests/lab/benchmarks/federated.py -o tests/lab/benchmarks/federated.md
 
 `resnet18_narrow`, trained on CIFAR-10, moves to a domain that it has not seen: the same classes,
 blurred, or turned by 90 degrees. The images are dealt to the clients class by class by a Dirichlet
@@ -34,13 +33,20 @@ SHOWN = (0, 1, 2, 4, 6)
 TUNING = Tuning(rates=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1), score="top1")
 CASES = {f"{shift}, {said}": (shift, said) for shift in SHIFTS for said in WAYS}
 HOW = f"""
-`{clients.NETWORK}` on CIFAR-10 images under a shift that it has not seen. {clients.TRAINED} training images over
-{CLIENTS} clients, class by class by Dirichlet({clients.ALPHA:g}); all clients in every round, {clients.EPOCHS} epochs
-each, {clients.BATCH} images a step, SGD without momentum, gradients clipped to norm {clients.CLIP:g}, weighted by
-images. Learning rate: of {", ".join(f"{rate:g}" for rate in TUNING.rates)} the best for that way and shift after
-{TRIAL} rounds, on {clients.HELD_OUT} held-out training images (deal {TUNING.seeds[0]}). Top-1 in percent, mean over
-classes, on {clients.TESTED} test images under the same shift, mean of {len(TUNING.seeds)} deals (in brackets the last
-round of each). Own classes: each class weighted as in the client's images, mean over clients. FedBN has no global
+`{clients.NETWORK}` on CIFAR-10 images under a shift that it has not seen. {clients.TRAINED} \
+training images over
+{CLIENTS} clients, class by class by Dirichlet({clients.ALPHA:g}); all clients in every round, \
+{clients.EPOCHS} epochs
+each, {clients.BATCH} images a step, SGD without momentum, gradients clipped to norm \
+{clients.CLIP:g}, weighted by
+images. Learning rate: of {", ".join(f"{rate:g}" for rate in TUNING.rates)} the best for that way \
+and shift after
+{TRIAL} rounds, on {clients.HELD_OUT} held-out training images (deal {TUNING.seeds[0]}). Top-1 in \
+percent, mean over
+classes, on {clients.TESTED} test images under the same shift, mean of {len(TUNING.seeds)} deals \
+(in brackets the last
+round of each). Own classes: each class weighted as in the client's images, mean over clients. \
+FedBN has no global
 network: each client's own is measured, on a share of the test images.
 """
 
@@ -88,7 +94,7 @@ def one(grid: Grid, part: str, rounds: int, case: str, lr: float, seed: int) -> 
 def stage(
     grid: Grid, arrays: ArrayRecord, asked: dict[str, Any], count: int, rounds: int
 ) -> tuple[ArrayRecord, dict[int, MetricRecord]]:
-    """So many rounds of one way: the global network after them, and what it was worth after each."""
+    """Train in one way for some rounds: the global network after them, and its figures by round."""
     way = WAYS[asked["way"]]
     done = int(asked["done"])
     part = str(asked["part"])
@@ -102,10 +108,12 @@ def stage(
         found = clients.by_class(model.eval(), asked["shift"], part)
         return clients.figures(found, clients.shares(int(asked["seed"])))
 
-    everyone = dict.fromkeys(
-        ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), CLIENTS
+    strategy = Strict(
+        fraction_evaluate=float(way.local),
+        min_train_nodes=CLIENTS,
+        min_evaluate_nodes=CLIENTS,
+        min_available_nodes=CLIENTS,
     )
-    strategy = Strict(fraction_evaluate=float(way.local), **everyone)
     result = strategy.start(
         grid,
         arrays,
@@ -114,8 +122,8 @@ def stage(
         evaluate_config=ConfigRecord(dict(asked)),
         evaluate_fn=measure,
     )
-    seen = {**result.evaluate_metrics_serverapp, **result.evaluate_metrics_clientapp}
-    return result.arrays, {number + done: row for number, row in seen.items()}
+    figures = {**result.evaluate_metrics_serverapp, **result.evaluate_metrics_clientapp}
+    return result.arrays, {number + done: row for number, row in figures.items()}
 
 
 def table(kept: Kept) -> list[str]:

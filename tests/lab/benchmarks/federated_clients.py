@@ -149,7 +149,7 @@ client = ClientApp()
 
 
 def opened(message: Message, context: Context) -> tuple[nn.Module, ConfigRecord, int]:
-    """The global network as this client has it, what the server asks for, and the client's number."""
+    """The global network as this client has it, the server's request, and the client's number."""
     config = message.content["config"]
     number = int(context.node_config["partition-id"])
     model = network(config["way"])
@@ -212,7 +212,12 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def figures(found: Tensor, own: Tensor) -> MetricRecord:
-    """Args: top-1 by class, (classes,); the share of each class, (classes,) or (clients, classes)."""
-    seen = torch.nan_to_num(found)  # a part without one class
-    mean = {"top1": float(found.nanmean()), "own": float((own @ seen).mean())}
+    """The mean top-1 over classes, and over the client's own images.
+
+    Args:
+        found: The top-1 by class, (classes,); NaN for a class without images.
+        own: The share of each class in the images of a client, (classes,) or (clients, classes).
+    """
+    top1 = torch.nan_to_num(found)
+    mean = {"top1": float(found.nanmean()), "own": float((own @ top1).mean())}
     return MetricRecord({"num-examples": 1, **mean})

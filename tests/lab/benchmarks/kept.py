@@ -1,4 +1,4 @@
-"""Rows that a benchmark measured before: a line of JSON each, by what they are of, with the commit."""
+"""Rows that a benchmark measured before: a line of JSON for each key, with the commit."""
 
 import argparse
 import json
@@ -13,7 +13,12 @@ Key = tuple[str, ...]
 
 
 class Kept:
-    """What `file` holds (a key's last line counts); `fresh`: as if it held nothing yet."""
+    """The rows in a file; the last line of a key counts.
+
+    Args:
+        file: The file, to which new rows are added.
+        fresh: Whether to begin as if the file held nothing.
+    """
 
     def __init__(self, file: Path, *, fresh: bool = False) -> None:
         self.file = file
@@ -33,8 +38,13 @@ class Kept:
         return self.rows[key] if key in self.rows else self.add(key, **measure())
 
     def write(self, output: Path, title: str, lines: Iterable[str], made: str = "") -> None:
-        """A table's file: what was measured where, with what (`made`: libraries and their
-        versions), then `lines`.
+        """Write a table's file.
+
+        Args:
+            output: The file.
+            title: The title of the table.
+            lines: The lines of the table.
+            made: The libraries that the rows were measured with, and their versions.
         """
         commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in self.rows.values()))
         at = f"Measured at commit {commits}{made and '; '}{made}."
@@ -42,7 +52,14 @@ class Kept:
 
 
 def write_table(output: Path, title: str, command: str, lines: Iterable[str]) -> None:
-    """A table's file: its title, what it was made with, by which script of tests/lab, then `lines`."""
+    """Write a table's file: its title, the script and machine that made it, then `lines`.
+
+    Args:
+        output: The file.
+        title: The title of the table.
+        command: The script and its arguments, from tests/lab.
+        lines: The lines of the table.
+    """
     made_with = circumstances.lines(f"python tests/lab/{command}", "cpu")
     output.write_text("\n".join([f"# {title}", "", *made_with, *lines]) + "\n", encoding="utf-8")
 
@@ -52,14 +69,14 @@ def markdown_row(*cells: object) -> str:
 
 
 def markdown_head(*columns: str) -> str:
-    """The two lines that a table begins with."""
+    """The first two lines of a table."""
     return f"{markdown_row(*columns)}\n{'|---' * len(columns)}|"
 
 
-def arguments(said: str | None) -> argparse.ArgumentParser:
-    """The command line of a benchmark that says this of itself."""
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a benchmark with this description."""
     parser = argparse.ArgumentParser(
-        description=said, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fresh", action="store_true", help="measure again what was kept")
     parser.add_argument("-o", "--output", type=Path, required=True)

@@ -1,7 +1,7 @@
 """What conversions keep of every kind of network, before any training.
 
-    python tests/lab/benchmarks/kinds.py -o tests/lab/benchmarks/kinds.md [KIND ...] [--samples none
-    100]
+    python tests/lab/benchmarks/kinds.py -o tests/lab/benchmarks/kinds.md
+        [KIND ...] [--samples none 100]
 
 The trained networks of tests/data/zoo (by kinds_zoo.py). Kept: the result's accuracy on the test
 images as a share of the source's (top-1; U-Net: mean IoU); calibrated on so many unlabelled

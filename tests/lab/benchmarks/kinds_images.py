@@ -53,7 +53,7 @@ def pasted(pictures: Tensor, generator: torch.Generator) -> Pair:
 
 
 def score(outputs: Tensor, labels: Tensor) -> float:
-    """Percent: of right answers, or, per pixel, the mean over classes of intersection over union."""
+    """Top-1 in percent; for maps of classes, the mean intersection over union in percent."""
     found = outputs.argmax(1)
     if labels.ndim == 1:
         return 100 * float((found == labels).double().mean())

@@ -18,7 +18,7 @@ from kinds_images import images, of_kind, pasted, score
 from safetensors.torch import save_file
 from schemes_table import ROOT, archive, logits
 from support.zoo_networks import DATA, FRONTS, KINDS, PREPROCESSING, trained
-from torch import nn
+from torch import Tensor, nn
 
 from normswap.training import recipe_files
 from normswap.training.engine import finetune
@@ -85,6 +85,13 @@ def per_pixel(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     return model.eval(), dict(UNET)
 
 
+def halved(tensor: Tensor) -> Tensor:
+    """The tensor as the file has it: floating-point numbers in float16."""
+    if tensor.is_floating_point():
+        tensor = tensor.half()
+    return tensor.contiguous()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -98,8 +105,8 @@ def main() -> None:
         start = time.perf_counter()
         model, recipe = per_pixel(kind) if kind == "unet" else by_recipe(kind)
         DATA.mkdir(parents=True, exist_ok=True)
-        state = {n: t.half() if t.is_floating_point() else t for n, t in model.state_dict().items()}
-        save_file({name: t.contiguous() for name, t in state.items()}, DATA / f"{kind}.safetensors")
+        state = {name: halved(tensor) for name, tensor in model.state_dict().items()}
+        save_file(state, DATA / f"{kind}.safetensors")
         seen, labels = of_kind(kind, "test")
         accuracy = score(logits(trained(kind), seen.split(250)), labels)
         note = {

@@ -104,8 +104,11 @@ def times(runs: list[tuple[nn.Module, Any]], x: Tensor) -> list[float]:
 
 
 def line(name: str, row: Row) -> str:
-    cells = [f"{count}{f' ({run})' if run else ''}" for count, run in row["operators"]]
-    return f"| {' | '.join([name, *cells, *(f'{value:.2f}' for value in row['times'])])} |"
+    cells = [name]
+    for count, run in row["operators"]:
+        cells.append(f"{count} ({run})" if run else f"{count}")
+    cells += [f"{value:.2f}" for value in row["times"]]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -147,7 +147,8 @@ def run(table: Table, line: Line, power: int, seed: int) -> Row:
         return {"state": "diverged"}
 
     *_, cells = csv.DictReader((place / "metrics.csv").read_text().splitlines())
-    last = {figure: float(value) if value else None for figure, value in cells.items()}
+    last: dict[str, float | None] = dict.fromkeys(cells)
+    last |= {figure: float(value) for figure, value in cells.items() if value}
     if last["epoch"] != recipe.train.epochs:
         raise SystemExit(f"{place} was stopped: the same command goes on with it")
 
@@ -168,16 +169,15 @@ def recalibrated(place: Path, seed: int) -> float:
 
 
 def best(runs: dict[tuple[int, int], Row], line: Line, figure: str, shown: str) -> str:
-    """Mean and deviation at the best rate, and the rates within a deviation of it; of losses the
-    lowest is best.
+    """Mean and deviation at the best rate, and the rates within a deviation of it.
+
+    The lowest loss is the best; of other figures the highest is.
     """
     sign = -1 if figure == "train_loss" else 1
-    trials = [
-        Trial(
-            2.0**power, seed, end["state"], sign * end[figure] if end["state"] == "done" else None
-        )
-        for (power, seed), end in runs.items()
-    ]
+    trials = []
+    for (power, seed), end in runs.items():
+        score = sign * end[figure] if end["state"] == "done" else None
+        trials.append(Trial(2.0**power, seed, end["state"], score))
     rates = [rate for rate in sweep.lines(trials, line.seeds, line.seeds) if rate.full]
     if not rates:
         return "none trains |"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 import tempfile
 import time
@@ -128,7 +129,7 @@ def main() -> None:
     )
     lines = ["", markdown_head(*COLUMNS)]
 
-    kinds = [(form, dtype) for form in formats.names() for dtype in ("fp32", "int8")]
+    kinds = [*itertools.product(formats.names(), ("fp32", "int8"))]
     for form, dtype in track(kinds, transient=True):
         for name in NETWORKS[: 1 if dtype == "int8" else None]:
             if args.kept and (form, dtype, name) not in kept.rows:

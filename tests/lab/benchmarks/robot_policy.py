@@ -78,7 +78,7 @@ def biased(model: nn.Module) -> nn.Module:
 
 
 def loads(source: nn.Module, result: nn.Module, x: Tensor) -> str:
-    """Into which encoder of plain layers the result's tensors go, if that then computes the same."""
+    """Which encoder of plain layers can load the result's tensors and compute the same."""
     biases = biased(replaced(source))
     for said, skeleton in (
         ("yes", replaced(source)),

@@ -12,12 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-SIDE = 64  # pixels
-STEPS = 30  # of an episode
+# The side of an image, in pixels.
+SIDE = 64
+# The steps of an episode.
+STEPS = 30
 RED = (220, 0, 0)
 GREEN = (0, 200, 0)
 WHITE = (255, 255, 255)
-SPEED, NEAR = 0.06, 0.06  # the longest step; how near is touching, and there
+# The longest step, and the distance at which something is touched or reached.
+SPEED = 0.06
+NEAR = 0.06
 
 
 class Task:

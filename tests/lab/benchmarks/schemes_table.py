@@ -1,7 +1,7 @@
 """Accuracy before and after every conversion, on the trained networks, with no gradient step.
 
-    python tests/lab/benchmarks/schemes_table.py [--networks NAME ...] [--parts rows fitted] >
-    rows.md
+    python tests/lab/benchmarks/schemes_table.py
+        [--networks NAME ...] [--parts rows fitted] > rows.md
 
 10,000 test images and the relative L2 at their logits; where the row says so, calibrated on 1000
 unlabelled training images (seed 0), or on 128 that are made from the network's own statistics

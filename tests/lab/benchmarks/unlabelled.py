@@ -46,11 +46,16 @@ KEYS = (
 )
 HOW = f"""
 `recover_unlabelled` with `{" ".join(KEYS)}`
-on {IMAGES} CIFAR-10 images, or pictures made of them, of 32 or 64 px, in batches of 16: BatchNorm to the plain norm
-(eps 1e-5), fitted to 100 of them, then taught by the source. Distance: relative L2 to the source's outputs on test
-pictures, the mean over outputs. The U-Net is the zoo's; the detector is torchvision's RetinaNet on the ResNet of
-`{NETWORK}`, trained by labels here for {UPDATES} updates of 2 pictures; the encoder is that ResNet, and
-its classes the source's classifier tells; two heads give the class, and whether it is an animal (least squares).
+on {IMAGES} CIFAR-10 images, or pictures made of them, of 32 or 64 px, in batches of 16: BatchNorm \
+to the plain norm
+(eps 1e-5), fitted to 100 of them, then taught by the source. Distance: relative L2 to the \
+source's outputs on test
+pictures, the mean over outputs. The U-Net is the zoo's; the detector is torchvision's RetinaNet \
+on the ResNet of
+`{NETWORK}`, trained by labels here for {UPDATES} updates of 2 pictures; the encoder is that \
+ResNet, and
+its classes the source's classifier tells; two heads give the class, and whether it is an animal \
+(least squares).
 """
 GROUPS: dict[str, tuple[str, ...]] = {
     "one group": (),
@@ -63,9 +68,12 @@ LARGE = 256
 HOW_FOLDED = f"""
 ## GroupNorms as constants
 
-The U-Net with GroupNorms, folded after a fit to so many of its images (`--to folded --calibrate`): distance to it, and
-the share of pixels that keep their class. Tile: the middle of mosaics of {MOSAIC} px from the whole, and from a tile
-with 16 px less on each side, relative L2. Runtimes: operators; the least of 40 times for {LARGE} px, on one thread.
+The U-Net with GroupNorms, folded after a fit to so many of its images (`--to folded \
+--calibrate`): distance to it, and
+the share of pixels that keep their class. Tile: the middle of mosaics of {MOSAIC} px from the \
+whole, and from a tile
+with 16 px less on each side, relative L2. Runtimes: operators; the least of 40 times for {LARGE} \
+px, on one thread.
 """
 
 

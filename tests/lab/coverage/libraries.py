@@ -1,6 +1,4 @@
-"""Networks of other libraries than timm, by name, with random weights and, where it must be said,
-what they take.
-"""
+"""Networks of other libraries than timm, by name, with random weights, and inputs for them."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
@@ -10,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 Built = tuple[nn.Module, Any]
-LARGEST = (
-    200e6  # parameters that are tried: in float64, with its copies, such a network takes some 5 GB
-)
+# Networks with more parameters are not tried: with its copies in float64, one takes some 5 GB.
+LARGEST = 200e6
 ENCODERS = ("resnet18", "mobilenet_v2", "efficientnet-b0", "timm-regnetx_002")
 TIMMS = ("tu-resnet18", "tu-mobilevit_xxs", "tu-vit_tiny_patch16_224", "tu-vit_tiny_r_s16_p8_224")
 UNETS = (
@@ -58,9 +55,8 @@ BACKBONE = {
     "out_features": ["stage1", "stage2", "stage3", "stage4"],
 }
 DECODING = {"encoder_layers": 1, "decoder_layers": 1}
-SMALL: dict[
-    str, dict[str, Any]
-] = {  # classes of transformers, or what they begin with; what makes them small
+# Classes of transformers, or the beginning of their names, with arguments that make them small.
+SMALL: dict[str, dict[str, Any]] = {
     "ResNet": {"depths": [2, 2], "hidden_sizes": [16, 32], "embedding_size": 16},
     "RegNet": {
         "depths": [1, 2],
@@ -249,12 +245,14 @@ MONAI: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (1, 64, 64),
     ),
 }
-CLIPS = ("RN50", "RN50-quickgelu", "RN101", "RN50x4")  # whole, with the text's tower
-MODULES = {"smp": "segmentation_models_pytorch"}  # of libraries that are called otherwise here
+# Whole networks, with the tower for text.
+CLIPS = ("RN50", "RN50-quickgelu", "RN101", "RN50x4")
+# The packages of libraries that have another name here.
+MODULES = {"smp": "segmentation_models_pytorch"}
 
 
 class TooLargeError(Exception):
-    """More parameters than `LARGEST`."""
+    """A network has more parameters than `LARGEST`."""
 
 
 def preload(chosen: Iterable[str]) -> None:
@@ -264,13 +262,16 @@ def preload(chosen: Iterable[str]) -> None:
 
 
 def names() -> Iterator[str]:
-    """All that can be built here."""
+    """Yield the names of all networks that can be built here."""
     from torchvision import models
 
     for room in ("", ".segmentation", ".detection", ".video", ".optical_flow", ".quantization"):
         module = importlib.import_module(f"torchvision.models{room}")
         yield from (f"torchvision:{name}" for name in models.list_models(module=module))
-    segmenters = [f"{arch}:{encoder}" for arch, encoders in SMP.items() for encoder in encoders]
+
+    segmenters: list[str] = []
+    for arch, encoders in SMP.items():
+        segmenters += [f"{arch}:{encoder}" for encoder in encoders]
     listed = {
         "smp": segmenters,
         "ultralytics": YOLO,
@@ -284,7 +285,11 @@ def names() -> Iterator[str]:
 
 
 def build(name: str) -> Built:
-    """The network, and its input; raises TooLargeError: it has BatchNorms, and too many parameters."""
+    """The network of this name, and an input for it.
+
+    Raises:
+        TooLargeError: The network has BatchNorms, and too many parameters.
+    """
     library, _, rest = name.partition(":")
     makers: dict[str, Callable[[str], Built]] = {
         "torchvision": _torchvision,
@@ -298,9 +303,11 @@ def build(name: str) -> Built:
 
 
 def norms(model: nn.Module) -> list[str]:
-    """Every module with running statistics, whatever its class."""
+    """The paths of all modules with running statistics, whatever their class."""
     return [
-        path for path, m in model.named_modules() if getattr(m, "running_mean", None) is not None
+        path
+        for path, module in model.named_modules()
+        if getattr(module, "running_mean", None) is not None
     ]
 
 
@@ -313,15 +320,7 @@ def _torchvision(name: str) -> Built:
 
     room = models.get_model_builder(name).__module__
     if "detection" in room:
-        size = {} if "ssd" in name else {"min_size": 128, "max_size": 160}
-        size |= {"rpn_post_nms_top_n_test": 50} if "rcnn" in name else {}
-        size |= (
-            {"box_detections_per_img": 5} if "keypoint" in name else {}
-        )  # a loop over all of them
-        model = models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **size)
-        if hasattr(model, "score_thresh"):
-            model.score_thresh = 0.0
-        return model, ([_images(3, 96, 128)[0], _images(3, 128, 100)[0]],)
+        return _torchvision_detector(name)
     if "optical_flow" in room:
         return models.get_model(name, weights=None), (
             _images(3, 128, 128) * 2 - 1,
@@ -330,20 +329,34 @@ def _torchvision(name: str) -> Built:
     if "segmentation" in room:
         return models.get_model(name, weights=None, weights_backbone=None), _images(3, 64, 64)
     if "video" in room:
-        side, frames = (
-            (224, 16) if any(word in name for word in ("vit", "swin", "s3d")) else (64, 8)
-        )
-        return models.get_model(name, weights=None), _images(3, frames, side, side, count=1)
+        size = (3, 8, 64, 64)
+        if any(word in name for word in ("vit", "swin", "s3d")):
+            size = (3, 16, 224, 224)
+        return models.get_model(name, weights=None), _images(*size, count=1)
     model = models.get_model(name, weights=None)
     if norms(model) and sum(p.numel() for p in model.parameters()) > LARGEST:
         raise TooLargeError(f"more than {LARGEST / 1e6:.0f} M parameters")
-    sides = {
-        "inception": 128,
-        "maxvit": 224,
-        "efficientnet": 160,
-    }  # on less, the deepest stray by 1e-6 and more
+    # On smaller images, the deepest networks stray by 1e-6 and more.
+    sides = {"inception": 128, "maxvit": 224, "efficientnet": 160}
     side = next((side for word, side in sides.items() if word in name), 64)
     return model, _images(3, side, side)
+
+
+def _torchvision_detector(name: str) -> Built:
+    from torchvision import models
+
+    options: dict[str, int] = {}
+    if "ssd" not in name:
+        options = {"min_size": 128, "max_size": 160}
+    if "rcnn" in name:
+        options["rpn_post_nms_top_n_test"] = 50
+    # The forward loops over all detections.
+    if "keypoint" in name:
+        options["box_detections_per_img"] = 5
+    model = models.get_model(name, weights=None, weights_backbone=None, num_classes=5, **options)
+    if hasattr(model, "score_thresh"):
+        model.score_thresh = 0.0
+    return model, ([_images(3, 96, 128)[0], _images(3, 128, 100)[0]],)
 
 
 def _smp(name: str) -> Built:
@@ -365,7 +378,7 @@ def _transformers(name: str) -> Built:
     import transformers
 
     found = (getattr(transformers, f"{name}{head}", None) for head in ("", *HEADS))
-    kind: Any = next(one for one in found if one is not None)
+    kind: Any = next(candidate for candidate in found if candidate is not None)
     config = kind.config_class(**SMALL[name])
     side = getattr(config, "image_size", None)
     side = side if isinstance(side, int) else 128

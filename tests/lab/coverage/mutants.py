@@ -1,6 +1,4 @@
-"""The walk's own checker, tested: one channel of one BatchNorm is off by 1 %, and folding must be
-found wrong.
-"""
+"""A test of the walk's checker: one channel of a BatchNorm is off by 1 %, which it must find."""
 
 import random
 import warnings
@@ -19,15 +17,15 @@ MOST = 20
 
 @contextmanager
 def shifted(model: nn.Module, dice: random.Random) -> Iterator[str]:
-    """For a while, the output at one channel of one norm is 1 % larger, and off by 1 % of its
-    deviation.
+    """Inside the context, one channel of one norm is 1 % larger, and off by 1 % of its deviation.
 
-    A shift alone would be no error at all at the keys of an attention: softmax does not see it.
+    Yields the path of the norm and the channel. A shift alone would be no error at the keys of an
+    attention: softmax does not see it.
     """
     norms = [
-        (path, m)
-        for path, m in model.named_modules()
-        if isinstance(m, BATCHNORMS) and m.weight is not None
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, BATCHNORMS) and module.weight is not None
     ]
     path, norm = dice.choice(norms)
     channel = dice.randrange(len(norm.bias))
@@ -43,12 +41,10 @@ def shifted(model: nn.Module, dice: random.Random) -> Iterator[str]:
 
 
 def check(name: str) -> dict[str, Any]:
-    """How many of a network's mutants the comparison with the unmutated network notices, once they
-    are folded.
+    """How many mutants of a network are noticed, folded, beside the unmutated network.
 
-    Drawn again (`unseen`): mutants that compute, unfolded, what the network computes: the channel
-    is dead on these images (behind a gamma of zero, or below a ReLU on a map of one pixel), so that
-    nothing was mutated.
+    A mutant that computes, unfolded, what the network computes is drawn again (`unseen`): its
+    channel is dead on these images, behind a gamma of zero, or below a ReLU on a map of one pixel.
     """
     warnings.simplefilter("ignore")
     dice = random.Random(name)

@@ -26,16 +26,16 @@ from normswap.graph import inspection
 from normswap.plan import Step
 from normswap.surgery import applying
 
-# relative L2 in float64; a wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by
-# 1e-10
+# Relative L2 in float64. A wrong eps is off by 1e-4, a correct fold by 1e-14, a chaotic network by
+# 1e-10.
 EXACT = 1e-8
 WAYS = {FOLDED_BACK: "back", FOLDED_FORWARD: "forward", LEFT_SHIFT: "moved", LEFT_AFFINE: "affine"}
 WAYS[NEVER_CALLED.counted] = "unused"
-IMAGES, MORE = (
-    2,
-    8,
-)  # images that the statistics are measured on; more where maps of 1 x 1 make them degenerate
-# how far a network may stray when its input changes by 1e-15, before more images are used
+# The number of images that statistics are measured on; more where maps of 1 x 1 make them
+# degenerate.
+IMAGES = 2
+MORE = 8
+# How far a network may stray when its input changes by 1e-15, before more images are used
 NOISY = 1e-11
 FOLDED = schemes.get(
     "folded"
@@ -144,17 +144,15 @@ def fold(model: nn.Module) -> tuple[nn.Module | None, dict[str, Any]]:
 
 
 def outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Everything the network returns, in a row; of a copy of x, as some forwards write to their
-    input.
-    """
+    """Everything that the network returns, in a row for each image."""
+    # Some forwards write to their input.
     value: Any = run(model, x.clone())
-    return torch.cat(
-        [part.flatten(1) for part in (value if isinstance(value, (tuple, list)) else (value,))], 1
-    )
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return torch.cat([part.flatten(1) for part in parts], 1)
 
 
 def checksum(model: nn.Module) -> list[float]:
-    """Whether a tensor was changed, without a copy of all."""
+    """The sum of each tensor, which tells a change without a copy of the network."""
     return [float(tensor.sum()) for tensor in model.state_dict().values()]
 
 

@@ -93,7 +93,9 @@ def _mutants(rows: list[Row]) -> list[str]:
 
     trials = sum(row["trials"] for row in tried)
     found = sum(row["detected"] for row in tried)
-    missed = [f"{row['name']} {where}" for row in tried for where in row["missed"]]
+    missed: list[str] = []
+    for row in tried:
+        missed += [f"{row['name']} {where}" for where in row["missed"]]
     unseen = sum(row["unseen"] for row in tried)
 
     return [

@@ -1,11 +1,9 @@
-"""Fold every timm architecture that has BatchNorm, with lived-in statistics, in float64, and write
-down what happened.
+"""Fold every timm architecture with BatchNorms, lived in and in float64, and write down the result.
 
-    python tests/lab/coverage/walk.py                        # everything with at most 100 M
-    parameters; resumes python tests/lab/coverage/walk.py 'regnet*' --redo       # some of it, anew
-    python tests/lab/coverage/walk.py --mutants              # does the check notice a 1 % shift of
-    one channel? python tests/lab/coverage/walk.py --table                # only write summary.md
-    from what is there
+    python tests/lab/coverage/walk.py                    # at most 100 M parameters; resumes
+    python tests/lab/coverage/walk.py 'regnet*' --redo   # some networks, anew
+    python tests/lab/coverage/walk.py --mutants          # is a 1 % shift of one channel noticed?
+    python tests/lab/coverage/walk.py --table            # only write summary.md
 
 Each network has a process of its own: one that crashes, hangs or eats the memory is one row of the
 table.

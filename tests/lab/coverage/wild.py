@@ -1,9 +1,8 @@
-"""Fold networks of other libraries than timm, with lived-in statistics, and convert them to
-GroupNorm.
+"""Fold lived-in networks of other libraries than timm, and convert them to GroupNorm.
 
-    python tests/lab/coverage/wild.py                        # all libraries that are installed;
-    resumes python tests/lab/coverage/wild.py 'smp:*' --redo         # some of it, anew python
-    tests/lab/coverage/wild.py --table                # only write wild.md from what is there
+    python tests/lab/coverage/wild.py                  # all libraries that are installed; resumes
+    python tests/lab/coverage/wild.py 'smp:*' --redo   # some networks, anew
+    python tests/lab/coverage/wild.py --table          # only write wild.md
 
 In float64, each network in a process of its own, measured on an input that was not recorded.
 `exact`: folded, relative L2 at most 1e-8 at every output, no norm left. `strays`: the source
@@ -16,6 +15,7 @@ commit. Ultralytics is AGPL: measured where it is there, and used nowhere else.
 
 import argparse
 import fnmatch
+import math
 import sys
 import time
 import warnings
@@ -94,9 +94,16 @@ def error(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     """The worst relative L2 distance over all outputs."""
     if a.keys() != b.keys() or any(a[name].shape != b[name].shape for name in a):
         return float("inf")
-    pairs = [(a[name].double(), b[name].double()) for name in a if a[name].numel()]
-    found = [float((x - y).norm() / x.norm().clamp_min(1e-30)) for x, y in pairs]
-    return max((value if value == value else float("inf") for value in found), default=float("inf"))
+
+    errors: list[float] = []
+    for name, value in a.items():
+        if value.numel():
+            reference = value.double()
+            difference = (reference - b[name].double()).norm()
+            errors.append(float(difference / reference.norm().clamp_min(1e-30)))
+    if any(math.isnan(value) for value in errors):
+        return float("inf")
+    return max(errors, default=float("inf"))
 
 
 def check(name: str) -> Row:
