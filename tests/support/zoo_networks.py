@@ -59,7 +59,7 @@ def _conv(
 
 
 def plain(*, after: bool = False) -> nn.Module:
-    """A network like VGG, without skips."""
+    """VGG-like, no skips."""
     widths = ((3, 24, 1), (24, 32, 2), (32, 40, 1), (40, 64, 2), (64, 64, 1), (64, 96, 2))
     layers: list[nn.Module] = []
     for fan, out, stride in widths:
@@ -149,9 +149,8 @@ class UNet(nn.Module):
 
 
 def unet() -> nn.Module:
-    """A U-Net for three classes of pixels (`kinds_images.pasted`).
-
-    A pixel belongs to the ground, to an ellipse of another picture, or to a rectangle of one.
+    """Per pixel: the ground, an ellipse of another picture, or a rectangle of one
+    (`kinds_images.pasted`).
     """
     return _tagged(_seen(UNet(3)), num_classes=3)
 
@@ -168,7 +167,9 @@ def one_d() -> nn.Module:
 
 
 def three_d() -> nn.Module:
-    """A 3-D network over short clips (N, 3, 4, 16, 16), in which a picture moves (`Clip`)."""
+    """A 3-D network over short clips, (N, 3, 4, 16, 16): a picture that moves along its
+    diagonal.
+    """
     conv: Any = functools.partial(_conv, kind=nn.Conv3d, norm=nn.BatchNorm3d)
     layers = [*conv(3, 16), *conv(16, 32, stride=2), *conv(32, 32), *conv(32, 64, stride=2)]
     head = (nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(64, 10))
@@ -176,7 +177,7 @@ def three_d() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """A ViT with patches of 4 px, which has LayerNorms."""
+    """A ViT of patches of 4 px: LayerNorms."""
     model = timm.create_model(
         "vit_tiny_patch16_224",
         num_classes=10,
@@ -208,6 +209,7 @@ class Clip(nn.Module):
 
 
 FRONTS: dict[str, Callable[[], nn.Module]] = {"one_d": Columns, "three_d": Clip}
+# benchmarks/kinds.py writes the docstrings of these functions into its table.
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "depthwise": depthwise,
     "plain": plain,

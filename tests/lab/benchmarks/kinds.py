@@ -133,7 +133,7 @@ def table(kept: Kept) -> list[str]:
     for name in KINDS:
         if (DATA / f"{name}.json").is_file():
             note = known(name)
-            what = (KINDS[name].__doc__ or "").strip().rstrip(".")
+            what = " ".join((KINDS[name].__doc__ or "").split()).rstrip(".")
             accuracy = f"{note['accuracy']} ({note['measure']})"
             lines.append(markdown_row(name, what, accuracy, f"{note['parameters']:,}"))
 
