@@ -10,6 +10,7 @@ is typed, over that of the baseline's whole process.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -104,7 +105,7 @@ def main() -> None:
         ),
         "",
         markdown_head(*columns),
-        *(row(arch, to, args.runs) for arch in args.arch for to in args.to),
+        *(row(arch, to, args.runs) for arch, to in itertools.product(args.arch, args.to)),
     ]
     write_table(args.output, "What a conversion costs", f"benchmarks/convert.py {asked}", lines)
 

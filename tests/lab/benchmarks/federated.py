@@ -12,6 +12,7 @@ runs/federated.jsonl, and a second call measures what is missing.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 from statistics import mean
 from typing import Any
@@ -31,7 +32,7 @@ TRIAL = 2
 ROUNDS = 6
 SHOWN = (0, 1, 2, 4, 6)
 TUNING = Tuning(rates=(0.01, 0.03, 0.1, 0.3), seeds=(0, 1), score="top1")
-CASES = {f"{shift}, {said}": (shift, said) for shift in SHIFTS for said in WAYS}
+CASES = {f"{shift}, {way}": (shift, way) for shift, way in itertools.product(SHIFTS, WAYS)}
 HOW = f"""
 `{clients.NETWORK}` on CIFAR-10 images under a shift that it has not seen. {clients.TRAINED} \
 training images over
@@ -134,9 +135,8 @@ def table(kept: Kept) -> list[str]:
     for case, runs in all_runs.items():
         if runs:
             shift, said = CASES[case]
-            top1 = " | ".join(
-                f"{mean(row['rounds'][str(number)] for row in runs):.1f}" for number in SHOWN
-            )
+            by_round = [mean(row["rounds"][str(number)] for row in runs) for number in SHOWN]
+            top1 = " | ".join(f"{value:.1f}" for value in by_round)
             each = TUNING.each(runs)
             own = mean(row["own"] for row in runs)
             lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {top1} ({each}) | {own:.1f} |")

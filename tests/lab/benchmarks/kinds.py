@@ -13,7 +13,9 @@ commit; a second run measures what is missing, and every run writes the table of
 """
 
 import functools
+import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -152,6 +154,16 @@ def cells(row: Row) -> str:
     )
 
 
+def measured_rows(kinds: list[str], sampled: list[str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield (kind, way, samples) of each row: one way for all kinds, then the next."""
+    for samples, number, kind in itertools.product(sampled, range(len(WAYS)), kinds):
+        ways = OTHERS.get(kind, WAYS)
+        if number >= len(ways) or not (DATA / f"{kind}.json").is_file():
+            continue
+        if samples in ways[number].samples:
+            yield kind, ways[number], samples
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("kinds", nargs="*")
@@ -160,17 +172,8 @@ def main() -> None:
     )
     given = parser.parse_args()
     kept = Kept(ROOT / "runs" / "kinds.jsonl", fresh=given.fresh)
-    todo = [
-        (kind, way, samples)
-        for samples in given.samples
-        for place in range(len(WAYS))  # one way for all kinds, then the next
-        for kind in given.kinds or KINDS
-        for way in OTHERS.get(kind, WAYS)[place : place + 1]
-        if samples in way.samples
-        if (DATA / f"{kind}.json").is_file()
-    ]
 
-    for kind, way, samples in todo:
+    for kind, way, samples in measured_rows(given.kinds or [*KINDS], given.samples):
         key = (kind, str(way), samples)
         row = kept.get(key, functools.partial(measure, kind, way, samples))
         print(

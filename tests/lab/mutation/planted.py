@@ -58,10 +58,10 @@ class Planted:
     """One error.
 
     Args:
-        name: what is wrong then.
-        where: the function, as module:name within the package.
-        how: makes the wrong function of the right one.
-        tests: files of which one test must fail.
+        name: What is wrong once the error is planted.
+        where: The function, as module:name within the package.
+        how: Makes the wrong function from the right one.
+        tests: Files of tests, of which one test must fail.
     """
 
     name: str
@@ -323,8 +323,9 @@ ERRORS = (*ALGEBRA, *PROOF, *STORAGE)
 
 
 def function_of(where: str) -> tuple[Any, str, Any]:
-    """What holds a function, its name there, and what stands there: a function, or what wraps it in
-    a class.
+    """The module or class that has a function, the function's name there, and the function.
+
+    In a class it may be wrapped, as a property or a static method.
     """
     module_name, _, path = where.partition(":")
     holder: Any = importlib.import_module(f"normswap.{module_name}")
@@ -335,24 +336,23 @@ def function_of(where: str) -> tuple[Any, str, Any]:
 
 
 def plant(error: Planted) -> None:
-    """Put the wrong function in the place of the right one, also where a module of the package
-    imported it by name.
-    """
+    """Replace the right function by the wrong one, also where a module imported it by name."""
     holder, name, right = function_of(error.where)
     if isinstance(right, classmethod | staticmethod):
         setattr(holder, name, type(right)(error.how(right.__func__)))
-    elif isinstance(right, property | functools.cached_property):
-        setattr(
-            holder,
-            name,
-            property(error.how(right.fget if isinstance(right, property) else right.func)),
-        )
-    else:
-        wrong = functools.wraps(right)(error.how(right))
-        setattr(holder, name, wrong)
-        for module in [module for key, module in sys.modules.items() if key.startswith("normswap")]:
-            for other in [key for key, value in vars(module).items() if value is right]:
-                setattr(module, other, wrong)
+        return
+    if isinstance(right, property | functools.cached_property):
+        getter: Any = right.fget if isinstance(right, property) else right.func
+        setattr(holder, name, property(error.how(getter)))
+        return
+
+    wrong = functools.wraps(right)(error.how(right))
+    setattr(holder, name, wrong)
+    modules = [module for key, module in sys.modules.items() if key.startswith("normswap")]
+    for module in modules:
+        names = [key for key, value in vars(module).items() if value is right]
+        for imported_name in names:
+            setattr(module, imported_name, wrong)
 
 
 def pytest_configure() -> None:
@@ -391,16 +391,19 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="write the table to this file")
     args = parser.parse_args()
     chosen = [error for error in ERRORS if args.only in error.name]
-    every = tuple(sorted({test for error in chosen for test in error.tests}))
-    if failed := first_to_fail(every):
+    files: set[str] = set()
+    for error in chosen:
+        files.update(error.tests)
+    failed = first_to_fail(tuple(sorted(files)))
+    if failed:
         raise SystemExit(f"{failed} fails without any error")
     rows = []
     survived = 0
     for error in chosen:
         failed = first_to_fail(error.tests, error.name)
         survived += not failed
-        said = f"`{failed}`" if failed else "**none: it survived**"
-        rows.append(f"| {error.name} | `{error.where}` | {said} |")
+        outcome = f"`{failed}`" if failed else "**none: it survived**"
+        rows.append(f"| {error.name} | `{error.where}` | {outcome} |")
         print(rows[-1], flush=True)
     if args.output:
         sys.path.insert(0, str(ROOT / "tests" / "lab" / "benchmarks"))
