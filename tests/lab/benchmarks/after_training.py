@@ -397,16 +397,16 @@ def train_privately(runs: list[Run], epochs: int, device: str, split: Split) -> 
 
 def measure(job: tuple[str, str], file: Path, device: str) -> str:
     """Make every run of a task and a way that is not kept yet; returns a line to print, or ""."""
-    name, said = job
+    name, way_name = job
     task = TASKS[name]
-    way = ALL[said]
+    way = ALL[way_name]
     kept = Kept(file)
     settings = [*itertools.product(task.rates, task.clips)]
     trials: list[tuple[str, ...]] = [
-        (name, said, "trial", f"{rate:g}", f"{clip:g}") for rate, clip in settings
+        (name, way_name, "trial", f"{rate:g}", f"{clip:g}") for rate, clip in settings
     ]
-    finals: list[tuple[str, ...]] = [(name, said, "seed", str(seed)) for seed in task.seeds]
-    if (name, said) in kept.rows or all(key in kept.rows for key in (*trials, *finals)):
+    finals: list[tuple[str, ...]] = [(name, way_name, "seed", str(seed)) for seed in task.seeds]
+    if (name, way_name) in kept.rows or all(key in kept.rows for key in (*trials, *finals)):
         return ""
 
     start = time.perf_counter()
@@ -431,11 +431,11 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
         for key, row in zip(lacking, go(runs, task.updates, device, data["test"]), strict=True):
             kept.add(key, rate=best["rate"], clip=best["clip"], device=machine(device), **row)
     except NormswapError as error:
-        kept.add((name, said), refused=str(error).splitlines()[0])
+        kept.add((name, way_name), refused=str(error).splitlines()[0])
     except (RuntimeError, ValueError) as error:
-        return f"{name}: {said}: failed: {type(error).__name__}: {error}"
+        return f"{name}: {way_name}: failed: {type(error).__name__}: {error}"
 
-    return f"{name}: {said}: {time.perf_counter() - start:.0f} s"
+    return f"{name}: {way_name}: {time.perf_counter() - start:.0f} s"
 
 
 def machine(device: str) -> str:
@@ -443,13 +443,16 @@ def machine(device: str) -> str:
     return f"{name}, torch {torch.__version__}"
 
 
-def cells(kept: Kept, name: str, said: str) -> str:
+def cells(kept: Kept, name: str, way_name: str) -> str:
     """A row of the table; empty if there is nothing yet."""
-    if (name, said) in kept.rows:
-        return f"| {name} | {said} | {kept.rows[name, said]['refused'].partition(';')[0]} | | | | |"
+    if (name, way_name) in kept.rows:
+        reason, _, _ = kept.rows[name, way_name]["refused"].partition(";")
+        return f"| {name} | {way_name} | {reason} | | | | |"
 
     rows = [
-        row for seed in TASKS[name].seeds if (row := kept.rows.get((name, said, "seed", str(seed))))
+        row
+        for seed in TASKS[name].seeds
+        if (row := kept.rows.get((name, way_name, "seed", str(seed))))
     ]
     if len(rows) < min(3, len(TASKS[name].seeds)):
         return ""
@@ -462,7 +465,7 @@ def cells(kept: Kept, name: str, said: str) -> str:
     spread = f" ± {stdev(end):.1f}" if end[1:] else ""
 
     return (
-        f"| {name} | {said} | {rate} | {mean(before):.1f} | {later} | {mean(end):.1f}{spread} |"
+        f"| {name} | {way_name} | {rate} | {mean(before):.1f} | {later} | {mean(end):.1f}{spread} |"
         f" {len(end)} |"
     )
 
@@ -484,7 +487,7 @@ def lines(kept: Kept) -> Iterator[str]:
         yield f"`{task.network}`, {length}; rates {grid}; gradients clipped to {clips} (0: not)."
 
         for ways, title in ((WAYS, ""), (TO_PLAIN, LOWERED)):
-            if rows := [row for said in ways if (row := cells(kept, name, said))]:
+            if rows := [row for way_name in ways if (row := cells(kept, name, way_name))]:
                 yield from ("", title, "") if title else ("",)
                 yield (
                     f"| task | way | rate | {task.measure}: at once | after a tenth | at the end |"
@@ -504,7 +507,7 @@ def main() -> None:
     if given.fresh:
         given.rows.unlink(missing_ok=True)
     pairs = itertools.product(given.tasks, given.ways)
-    jobs = [(name, said) for name, said in pairs if name in (ALL[said].tasks or TASKS)]
+    jobs = [(name, way_name) for name, way_name in pairs if name in (ALL[way_name].tasks or TASKS)]
 
     with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
         pool.map(prepare, given.tasks, chunksize=1)

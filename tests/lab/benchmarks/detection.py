@@ -53,9 +53,9 @@ percent, mean of {len(SEEDS)} seeds (each in brackets). Loss: mean of the first 
 """
 
 
-def detector(said: str, seed: int) -> nn.Module:
+def detector(way_name: str, seed: int) -> nn.Module:
     body = open_model(str(NETWORKS[NETWORK])).eval()
-    if said != WAYS[0]:
+    if way_name != WAYS[0]:
         body = normswap.convert(body, "frozen-bn").model
     torch.manual_seed(seed)
     layers = {f"layer{index}": str(index) for index in (1, 2, 3, 4)}
@@ -78,7 +78,7 @@ def detector(said: str, seed: int) -> nn.Module:
         box_detections_per_img=20,
     ).eval()
 
-    return folded(model) if said == FOLDED else model
+    return folded(model) if way_name == FOLDED else model
 
 
 def folded(model: nn.Module) -> nn.Module:
@@ -122,9 +122,9 @@ def found(model: nn.Module, pictures: Canvases) -> float:
     """Percent of the objects."""
     right = 0
     for index in range(len(pictures)):
-        said = model([pictures.pictures[index]])[0]
-        same = said["labels"][:2, None] == pictures.classes[index]
-        overlap = box_iou(said["boxes"][:2], pictures.boxes[index]) >= 0.5
+        detections = model([pictures.pictures[index]])[0]
+        same = detections["labels"][:2, None] == pictures.classes[index]
+        overlap = box_iou(detections["boxes"][:2], pictures.boxes[index]) >= 0.5
         right += int((same & overlap).any(0).sum())
     return 100 * right / pictures.classes.numel()
 
@@ -135,8 +135,8 @@ def measure(kept: Kept, write: Callable[[], None]) -> None:
     known = train_set.part(slice(TRAINED))
     held_out = train_set.part(slice(TRAINED, None))
 
-    def run(updates: int, on: Canvases, said: str, lr: float, seed: int) -> Row:
-        model, losses = learned(detector(said, seed), lr, seed, updates, known)
+    def run(updates: int, on: Canvases, way_name: str, lr: float, seed: int) -> Row:
+        model, losses = learned(detector(way_name, seed), lr, seed, updates, known)
         first, last = (sum(part) / 100 for part in (losses[:100], losses[-100:]))
         return {"first": first, "last": last, "found": found(model, on)}
 
@@ -147,15 +147,15 @@ def measure(kept: Kept, write: Callable[[], None]) -> None:
 
 def trained_table(kept: Kept) -> list[str]:
     lines = ["| norms | lr | training loss | found |", "|---|---|---|---|"]
-    for said in WAYS:
-        if runs := TUNING.runs(kept, said):
+    for way_name in WAYS:
+        if runs := TUNING.runs(kept, way_name):
             first, last, share = (
                 mean(row[what] for row in runs) for what in ("first", "last", "found")
             )
             lr = runs[0]["lr"]
             each = TUNING.each(runs)
             lines.append(
-                f"| {said} | {lr:g} | {first:.2f} then {last:.2f} | {share:.1f} ({each}) |"
+                f"| {way_name} | {lr:g} | {first:.2f} then {last:.2f} | {share:.1f} ({each}) |"
             )
 
     return [*lines, *TUNING.tried(kept, WAYS)]

@@ -65,7 +65,7 @@ class Strict(FedAvg):
 
 def one(grid: Grid, part: str, rounds: int, case: str, lr: float, seed: int) -> Row:
     """One federated training; top-1 and top-1 on own classes after it, and top-1 by round."""
-    shift, said = CASES[case]
+    shift, way_name = CASES[case]
     asked = {
         "shift": shift,
         "lr": lr,
@@ -77,11 +77,14 @@ def one(grid: Grid, part: str, rounds: int, case: str, lr: float, seed: int) -> 
     arrays = ArrayRecord(clients.source().state_dict())
 
     done = 0
-    for way, count in ((BATCHNORM, WAYS[said].after), (said, rounds - WAYS[said].after)):
-        if way == said:
+    for way, count in (
+        (BATCHNORM, WAYS[way_name].after),
+        (way_name, rounds - WAYS[way_name].after),
+    ):
+        if way == way_name:
             trained = network(BATCHNORM)
             trained.load_state_dict(arrays.to_torch_state_dict())
-            arrays = ArrayRecord(WAYS[said].make(trained.eval()).state_dict())
+            arrays = ArrayRecord(WAYS[way_name].make(trained.eval()).state_dict())
         if count:
             arrays, seen = stage(grid, arrays, {**asked, "way": way, "done": done}, count, rounds)
             found = {**seen, **found}
@@ -134,12 +137,14 @@ def table(kept: Kept) -> list[str]:
     all_runs = {case: TUNING.runs(kept, case) for case in CASES}
     for case, runs in all_runs.items():
         if runs:
-            shift, said = CASES[case]
+            shift, way_name = CASES[case]
             by_round = [mean(row["rounds"][str(number)] for row in runs) for number in SHOWN]
             top1 = " | ".join(f"{value:.1f}" for value in by_round)
             each = TUNING.each(runs)
             own = mean(row["own"] for row in runs)
-            lines.append(f"| {shift} | {said} | {runs[0]['lr']:g} | {top1} ({each}) | {own:.1f} |")
+            lines.append(
+                f"| {shift} | {way_name} | {runs[0]['lr']:g} | {top1} ({each}) | {own:.1f} |"
+            )
 
     if not all(all_runs.values()):
         lines += ["", f"Not run: {'; '.join(case for case, runs in all_runs.items() if not runs)}."]
@@ -166,7 +171,7 @@ def main() -> None:
 
     @server.main()
     def serve(grid: Grid, context: Context) -> None:
-        cases = [case for case, (_, said) in CASES.items() if said in given.ways]
+        cases = [case for case, (_, way_name) in CASES.items() if way_name in given.ways]
         trial, final = (
             functools.partial(one, grid, *how) for how in (("held out", TRIAL), ("test", ROUNDS))
         )

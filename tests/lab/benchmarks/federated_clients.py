@@ -107,9 +107,9 @@ def images(shift: str) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @functools.cache
-def network(said: str) -> nn.Module:
+def network(way_name: str) -> nn.Module:
     """The network of a way; its values are set for every use."""
-    return WAYS[said].make(source())
+    return WAYS[way_name].make(source())
 
 
 @functools.cache

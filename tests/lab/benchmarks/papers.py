@@ -237,7 +237,7 @@ def main() -> None:
         "lost",
     )
 
-    said = (
+    sentence = (
         f"As the recipes have it but for `{table.setting}`. Top-1 in percent of {TESTED} test"
         " images and mean training loss, in the last epoch, and rates within a deviation of the"
         f" best. At chance: below {CHANCE:.1f} %."
@@ -246,7 +246,7 @@ def main() -> None:
     kept.rows = {
         run: end for run, end in kept.rows.items() if run[0] in [line.name for line in table.lines]
     }
-    lines = ["", said, "", markdown_head(*columns), *rows]
+    lines = ["", sentence, "", markdown_head(*columns), *rows]
     kept.write(given.output, table.title, [*lines, f"\n## {below}".rstrip()] if below else lines)
 
 

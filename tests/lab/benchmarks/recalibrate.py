@@ -47,11 +47,11 @@ def main() -> None:
         model = open_model(str(place))
         images, labels = read(model, archive("test"))
         train = read(model, archive("train"), 1000)[0].split(100)
-        for said, shift in shifts(model).items():
+        for shift_name, shift in shifts(model).items():
             new = recalibrate(model, [shift(x) for x in train]).model
             test = [*zip(shift(images).split(250), labels.split(250), strict=True)]
             before, after = (classify(network, test)[0].top1 for network in (model, new))
-            print(f"| `{name}` | {said} | {before:.2f} | {after:.2f} |", flush=True)
+            print(f"| `{name}` | {shift_name} | {before:.2f} | {after:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

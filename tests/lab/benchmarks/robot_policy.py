@@ -80,12 +80,12 @@ def biased(model: nn.Module) -> nn.Module:
 def loads(source: nn.Module, result: nn.Module, x: Tensor) -> str:
     """Which encoder of plain layers can load the result's tensors and compute the same."""
     biases = biased(replaced(source))
-    for said, skeleton in (
+    for label, skeleton in (
         ("yes", replaced(source)),
         ("with biases", biases),
         ("with biases and eps", biases),
     ):
-        for path, norm in skeleton.named_modules() if "eps" in said else ():
+        for path, norm in skeleton.named_modules() if "eps" in label else ():
             if isinstance(norm, nn.GroupNorm):
                 norm.eps = getattr(result.get_submodule(path), "eps", norm.eps)
 
@@ -96,7 +96,7 @@ def loads(source: nn.Module, result: nn.Module, x: Tensor) -> str:
 
         with torch.inference_mode():
             if torch.allclose(skeleton(x), result(x), rtol=1e-4, atol=1e-5):
-                return said
+                return label
 
     return "no"
 
@@ -128,7 +128,7 @@ def rows(name: str, images: int) -> Iterator[str]:
         "`skipinit`": lambda: ours("skipinit"),
         "`folded`": lambda: ours("folded"),
     }
-    for said, make in ways.items():
+    for way_name, make in ways.items():
         start = time.perf_counter()
         result = make().eval()
         took = time.perf_counter() - start
@@ -141,7 +141,13 @@ def rows(name: str, images: int) -> Iterator[str]:
             top1 = 100 * float((head(found).argmax(1) == labels).double().mean())
         where = loads(source, result, batches[0][:4])
         yield markdown_row(
-            f"`{name}`", said, f"{off:.2g}", f"{cosine:.3f}", f"{top1:.1f}", where, f"{took:.1f}"
+            f"`{name}`",
+            way_name,
+            f"{off:.2g}",
+            f"{cosine:.3f}",
+            f"{top1:.1f}",
+            where,
+            f"{took:.1f}",
         )
 
 

@@ -70,7 +70,7 @@ FITTED: tuple[Way, ...] = (
 MADE: tuple[Way, ...] = (("groupnorm", {}), ("nf", {}), ("dyt", {}))
 
 
-def said(way: Way) -> str:
+def named(way: Way) -> str:
     return " ".join([way[0], *(f"--{key} {value}" for key, value in way[1].items())])
 
 
@@ -259,7 +259,7 @@ def rows(kept: Kept, network: Network, parts: list[str]) -> None:
                 measure = functools.partial(
                     network.measured, functools.partial(network.converted, way, images)
                 )
-                show(kept.get((network.name, said(way), images), measure), f"`{said(way)}`")
+                show(kept.get((network.name, named(way), images), measure), f"`{named(way)}`")
 
 
 def show(row: dict[str, Any], how: str) -> None:

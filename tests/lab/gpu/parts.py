@@ -205,8 +205,10 @@ def training(machine: Machine) -> Iterator[str]:
         base: dict[bool, list[float]] = {}
 
         runs = (("CPU", "float32", "no"), ("GPU", "float32", "no"), ("GPU", "bf16", "bf16"))
-        for has_teacher, (processor, said, precision) in itertools.product((False, True), runs):
-            name = f"{processor}, {said}{', adaptive clipping, EMA, teacher' * has_teacher}"
+        for has_teacher, (processor, dtype_name, precision) in itertools.product(
+            (False, True), runs
+        ):
+            name = f"{processor}, {dtype_name}{', adaptive clipping, EMA, teacher' * has_teacher}"
             train = {"epochs": 3, "precision": precision, **(everything if has_teacher else {})}
             changed = {
                 "train": train,
