@@ -508,7 +508,7 @@ def _dtypes(values: Iterable[object]) -> Iterator[torch.dtype]:
 
 
 def _double(value: Any) -> Any:
-    """A tensor in float32 or less in float64, also inside of lists and tuples; all else as it is."""
+    """The value with float64 in place of narrower tensors, also in lists and tuples."""
     if isinstance(value, Tensor):
         return value.double() if value.dtype in _NARROW else value
     if type(value) in (list, tuple):

@@ -247,7 +247,8 @@ def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterato
     ]
     defaults = calling.defaults(model, example)
     if uncalled and defaults:
-        yield f"never called: {first_few(uncalled)}; forward had the default of {', '.join(defaults)}"
+        names = ", ".join(defaults)
+        yield f"never called: {first_few(uncalled)}; forward had the default of {names}"
     elif uncalled and main.branches:
         yield f"never called: {first_few(uncalled)}"
 
