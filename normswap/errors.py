@@ -195,6 +195,10 @@ class VerificationError(NormswapError):
     """The result does not compute what the source computes."""
 
 
+class WrongResultError(VerificationError):
+    """The result was compared, and it is wrong; a command ends with exit code 1."""
+
+
 class TrainingError(NormswapError):
     """Training has gone wrong: the loss is not finite."""
 

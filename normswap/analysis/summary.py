@@ -159,7 +159,7 @@ def of_report(report: Report) -> Body:
 
     The agreement of approximate results on noise is left out, as it says nothing.
     """
-    body = dataclasses.asdict(report)
+    body = dataclasses.asdict(report) | {"verdict": report.verdict}
     if report.kept is not None:
         body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}
 

@@ -1,7 +1,7 @@
 """The command line as a whole: the command that was named, and errors as exit codes.
 
-Exit codes: 0 done; 1 a comparison failed (`verify`, `demo`); 2 bad input, said in one line on
-stderr; 130 interrupted. A command that has written its files is done, whether or not stdout takes
+Exit codes: 0 done; 1 a comparison failed, so a result is wrong; 2 bad input, or nothing proves the
+result, said in one line on stderr; 130 interrupted. A command that has written its files is done, whether or not stdout takes
 its words.
 """
 
@@ -32,7 +32,14 @@ from normswap.cli.terminal import (
     say,
     say_aside,
 )
-from normswap.errors import LeftBehindNote, NormswapError, OptionError, command_line, quiet
+from normswap.errors import (
+    LeftBehindNote,
+    NormswapError,
+    OptionError,
+    WrongResultError,
+    command_line,
+    quiet,
+)
 
 # typer's errors derive from click's ClickException, which newer versions of typer no longer import
 # under that name.
@@ -218,6 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except _UsageError as error:
         return fail(error.format_message())  # type: ignore[attr-defined]
+    except WrongResultError as error:
+        fail(str(error))
+        return 1
     except NormswapError as error:
         return fail(str(error))
     except OSError as error:

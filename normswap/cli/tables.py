@@ -350,8 +350,11 @@ def verdict(report: Body, *, can_fit: bool = False) -> str:
         precision = last["precision"]
         measured = f"relative L2 {small(last['relative_l2'])} in {precision}"
         allowed = f"allowed {small(report['tolerance'].get(precision))}"
-        is_kept = all(error["within"] for error in report["logits"])
-        beginning = "kept exactly" if is_kept else "FAILED: not the function of the source"
+        if report["unproved"]:
+            return f"NOT PROVED: {report['unproved']}"
+        beginning = "WRONG: not the function of the source"
+        if report["passed"]:
+            beginning = "PROVED, kept exactly"
         return f"{beginning}: {measured}, {allowed}"
 
     if report.get("kept"):
@@ -393,7 +396,7 @@ def print_proof(report: Body) -> None:
         error["answer"] for error in report["logits"] if error["answer"] and error["axis"] != 1
     ]
     listing("agreement", dict.fromkeys(f"by {answer}" for answer in answers))
-    listing("warning", report["vacuous"], most=5)
+    listing("warning", report["remarks"], most=5)
 
 
 def same_answers(figures: Body) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import OptionError, VerificationError, explained
+from normswap.errors import OptionError, VerificationError, WrongResultError, explained
 from normswap.exporting.exported_module import first_missing
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
@@ -27,7 +27,7 @@ from normswap.images.accuracy import unit
 from normswap.models.calling import Example
 from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
-from normswap.surgery.departure import Departure, first_apart
+from normswap.surgery.departure import Departure, first_layer_apart
 
 # Times what float32 costs the source, as in `comparison`.
 _STRAYING = 4
@@ -206,7 +206,7 @@ def check(
     figures = _looked_into(figures, reference, inside, first, dtype)
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
-        raise VerificationError(
+        raise WrongResultError(
             f"{what} computes something else: relative L2 error {figures.relative_l2:.1e}{where}, "
             f"allowed {figures.tolerance:.1e}",
             figures.place,
@@ -226,7 +226,7 @@ def _looked_into(
                 return replace(figures, missing=first_missing(network, runs, example, dtype))
             values = reference.answers(runs, tuple(example.tensors()))
             limits = _INT8_LIMITS if dtype == "int8" else (figures.tolerance,)
-            return replace(figures, apart=first_apart(network, example, values, *limits))
+            return replace(figures, apart=first_layer_apart(network, example, values, *limits))
     return figures
 
 

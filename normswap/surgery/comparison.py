@@ -14,21 +14,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from normswap.copying import duplicate, to_double
-from normswap.errors import VerificationError, first_line, spelled
+from normswap.errors import (
+    NormswapError,
+    VerificationError,
+    WrongResultError,
+    first_line,
+    spelled,
+)
 from normswap.graph.anatomy import Anatomy, Block
 from normswap.graph.recorder import Widening
+from normswap.graph.tracing import Traced, inputs as inputs_of
 from normswap.models import network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import full_precision
 from normswap.surgery.network import Network
 from normswap.surgery.report import Error, Report
-from normswap.surgery.running import Outputs, both, outputs_double, run
+from normswap.surgery.running import Outputs, both, outputs_double, run, runs
 
 FLOAT32_TOLERANCE = 1e-5
 FLOAT64_TOLERANCE = 1e-12
@@ -55,6 +63,12 @@ _COARSE = 0.1
 # Where two runs of the source differ by this share of a result's error, the source is not
 # repeatable.
 _OF_ERROR = 0.1
+# A tolerance of so much of the output's size lets anything pass.
+_PROVES_NOTHING = 0.5
+_AMPLIFIES = (
+    "in float64, too, changing the last digit of its input changes the source's output by more"
+    " than 1e-10"
+)
 _KNOWN_CLASSES = ("torch.", "timm.", "torchvision.", "normswap.")
 # A clamp at the end of a format's range changes nothing at the scale of noise or images, but at
 # this multiple.
@@ -129,9 +143,11 @@ def compare(
     if double_error is not None and (exact or double_error.relative_l2 != float("inf")):
         logits.append(double_error)
     sites: list[Error] = []
-    vacuous: list[str] = []
-    proved = True
-    right_blocks = True
+    remarks: list[str] = []
+    unproved = ""
+    right_inside = True
+    finite = True
+    same_types = True
     own_change = 0.0
     for example in calls:
         pair = both(network, result, example, paths, tails, calls[0])
@@ -139,6 +155,8 @@ def compare(
             continue
         (a, at), (b, bt) = pair
         x = example.images
+        finite &= _is_finite(a)
+        same_types &= _have_the_same_types(a, b)
         logits.append(_with_agreement(worst(precision, x, a, b, exact=exact), a, b, anatomy))
         own_change = max(
             own_change, _allowance(source, example, a, logits[-1], precise, exact=exact)
@@ -160,34 +178,55 @@ def compare(
                 for path in paths
                 if path in at and path in bt
             ]
-            vacuous = _vacuous(a, at, blocks)
-            varied = [path for path in paths if path in bt and not _is_constant([at[path]])]
-            if why := _unproved(a):
-                proved = bool(varied) and keeps_blocks and exact
-                if proved:
-                    vacuous[0] = f"proved at {len(varied)} blocks; {why}"
-            if exact and keeps_blocks:
-                right_blocks = _blocks_are_right(source, example, at, sites)
+            remarks = _remarks(a, at, blocks)
+            judged = sites if keeps_blocks else []
+            unproved = _nothing_to_compare(a)
+            if exact and not _shows_errors(network, example, a):
+                evidence = _inside(source, result, example, keeps_blocks=keeps_blocks)
+                judged = evidence.errors
+                unproved = unproved or evidence.unproved
+                if judged and not evidence.unproved:
+                    unproved = ""
+                    remarks = [line for line in remarks if not line.startswith("every input")]
+                    remarks.insert(0, evidence.remark(a))
+            if exact:
+                right_inside = _insides_are_right(source, example, judged)
+                sites += [error for error in judged if error not in sites]
+            if exact and not (precise and precise.error):
+                right_inside &= _labels_are_right(source, example, a, b)
     tolerance = _tolerance(precision, own_change, precise)
     # The number of boxes that the source itself finds depends on the last digit.
     if precise is not None and own_change == float("inf"):
-        vacuous.append(
+        remarks.append(
             f"in {precision} the outputs change their shape when the input changes in its last"
             " digit"
         )
         logits = [error for error in logits if error.precision == "float64"]
     elif _is_half(precision) and own_change > _COARSE:
-        vacuous.append(
+        remarks.append(
             f"{precision} alone moves the source's output by {own_change:.0%} of its size"
         )
     if precise is not None and precise.impossible:
-        vacuous.append(
+        remarks.append(
             f"proved in {precision} only: the network does not run in float64"
             f" ({precise.impossible})"
         )
     if precise is not None and precise.hangs_on:
-        vacuous.append(precise.hangs_on)
-    passed = proved and right_blocks and _passes(logits, tolerance, exact=exact)
+        remarks.append(precise.hangs_on)
+    if not exact:
+        unproved = ""
+    elif (
+        not unproved and not (precise and precise.error) and tolerance[precision] >= _PROVES_NOTHING
+    ):
+        unproved = f"rounding in {precision} moves the output by as much as an error would"
+    if precise is not None and precise.hangs_on and not _passes(logits, tolerance):
+        unproved = precise.hangs_on
+    if tolerance.get("float64", 0.0) >= _MOST64 and exact and not _passes(logits, tolerance):
+        unproved = unproved or _AMPLIFIES
+    if not finite:
+        unproved = "the network itself gives NaN or infinite numbers"
+    right_inside &= same_types or not exact
+    passed = not unproved and right_inside and _passes(logits, tolerance, exact=exact)
     foreign = anatomy is None or _has_foreign_layers(anatomy)
     if (
         passed
@@ -198,83 +237,230 @@ def compare(
         logits.append(larger)
         passed = False
     report = Report(
-        exact, passed, source.described, tuple(logits), tuple(sites), tolerance, tuple(vacuous)
+        exact=exact,
+        passed=passed,
+        inputs=source.described,
+        logits=tuple(logits),
+        sites=tuple(sites),
+        tolerance=tolerance,
+        remarks=tuple(remarks),
+        unproved="" if passed else unproved,
     )
     _require_repeatable(network, calls[0], report)
     return report
 
 
 def require_passed(network: Network, report: Report, scheme: str) -> None:
-    """Raise VerificationError where the report of a scheme's result failed; `network`, the source,
-    may be why.
+    """Raise VerificationError where the report of a scheme's result is not good.
+
+    Args:
+        network: The source, which may be why.
+        report: What was measured.
+        scheme: How errors call what was done.
+
+    Raises:
+        WrongResultError: The result is wrong; it names the first block that is off.
+        VerificationError: Nothing that was compared could have shown an error.
     """
     if report.passed:
         return
-    outputs, _ = run(network.module, network.calls[0])
-    if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
+    if report.unproved.startswith("the network itself"):
         remedy = "Its weights are too large, or it needs other inputs: `inputs=`"
-        raise VerificationError(
-            "the network itself gives NaN or infinite numbers", f"on {network.described}", remedy
-        )
-    if any("hangs" in line or "a tie, decides" in line for line in report.vacuous):
-        why = next(line for line in report.vacuous if "a tie, decides" in line)
-        remedy = "Give other inputs, or convert the backbone by itself"
-        raise VerificationError(f"nothing proves the result of {scheme}", why, remedy)
-    if _passes(report.logits, report.tolerance, exact=report.exact):
-        if report.sites and not (report.vacuous and report.vacuous[0].startswith("every input")):
-            first = max(report.sites, key=lambda error: error.relative_l2)
-            base = FLOAT32_TOLERANCE
-            first = next((e for e in report.sites if e.relative_l2 > 10 * base), first)
-            raise VerificationError(
-                f"the result of {scheme} is wrong: relative L2 error {first.relative_l2:.1e} at"
-                f" {first.site} ({first.precision})",
-                "the block computes something else",
-                "Nothing was written",
-            )
+        raise VerificationError(report.unproved, f"on {network.described}", remedy)
+    if report.unproved:
         remedy = "Give inputs that it has an answer to: `inputs=`"
-        raise VerificationError(f"nothing proves the result of {scheme}", report.vacuous[0], remedy)
+        if report.unproved == _AMPLIFIES:
+            remedy = "Its weights amplify rounding too much"
+        elif report.unproved.endswith("decides"):
+            remedy = "Give other inputs, or convert the backbone by itself"
+        raise VerificationError(f"nothing proves the result of {scheme}", report.unproved, remedy)
     if not report.exact:
         remedy = "A norm whose gammas are all 0 can be left out: " + spelled(
             "skip", metavar="PATTERN"
         )
-        raise VerificationError(
+        raise WrongResultError(
             f"the result of {scheme} gives NaN or infinite numbers", remedy=remedy
         )
-    if report.tolerance.get("float64", 0.0) >= _MOST64:
-        why = (
-            "in float64, too, changing the last digit of its input changes the source's output by"
-            " more than 1e-10"
-        )
-        raise VerificationError(
-            f"nothing proves the result of {scheme}", why, "Its weights amplify rounding too much"
-        )
-    worst_error = max(
+
+    off = max(
         report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision]
     )
-    size = worst_error.relative_l2
-    precision = worst_error.precision
+    allowed = report.tolerance[off.precision]
+    place = "the logits"
+    first = next((site for site in report.sites if not site.relative_l2 <= 10 * allowed), None)
+    if _passes(report.logits, report.tolerance) and report.sites:
+        # The outputs are right, or say nothing: a layer inside is not.
+        off = first or max(report.sites, key=lambda error: error.relative_l2)
+        place = off.site
+    elif first is not None:
+        place = f"the logits, first at {first.site}"
     doubles = [error for error in report.logits if error.precision == "float64"]
-    remedy = "Nothing was written; if the plan was not edited by hand, this is a bug of normswap"
-    if doubles and _passes(doubles, report.tolerance):
-        remedy = (
-            f"Nothing was written. In float64 it is right, so {precision} is what differs: convert"
-            " model.double()"
+    remedy = "Nothing was written"
+    if doubles and not _passes(doubles, report.tolerance):
+        remedy += "; if the plan was not edited by hand, this is a bug of normswap"
+    elif doubles and not _passes(report.logits, report.tolerance):
+        remedy += (
+            f". In float64 it is right, so {off.precision} is what differs: convert model.double()"
         )
-    raise VerificationError(
-        f"the result of {scheme} is wrong: relative L2 error {size:.1e} at the logits"
-        f" ({precision})",
-        f"allowed: {report.tolerance[precision]:.0e}",
+    raise WrongResultError(
+        f"the result of {scheme} is wrong: relative L2 error {off.relative_l2:.1e} at {place}"
+        f" ({off.precision})",
+        f"allowed: {allowed:.0e}",
         remedy,
     )
 
 
-def _blocks_are_right(
-    source: Network, example: Example, at: Outputs, sites: Sequence[Error]
-) -> bool:
-    """Whether each block of an exact result is off by no more than rounding explains.
+def _is_finite(outputs: Outputs) -> bool:
+    """Whether all numbers are finite, or -inf for classes that are masked out."""
+    for value in outputs.values():
+        if not value.is_floating_point() or not value.numel():
+            continue
+        if bool((torch.isnan(value) | (value == math.inf)).any()):
+            return False
+        if not bool(torch.isfinite(value).any()):
+            return False
+    return True
 
-    Where the base tolerance does not do, the block is held to what the last digit of input and
-    weights changes in it, or in half precision to what rounding costs it.
+
+def _have_the_same_types(outputs: Outputs, others: Outputs) -> bool:
+    """Whether outputs of the same name have the same dtype."""
+    common = outputs.keys() & others.keys()
+    return all(outputs[name].dtype == others[name].dtype for name in common)
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """Errors inside of two networks, where their outputs could not show any.
+
+    Args:
+        errors: The errors at blocks and last layers whose values change with the input.
+        blocks: How many of these are at blocks.
+        unproved: Why that proves nothing, or empty.
+    """
+
+    errors: list[Error]
+    blocks: int = 0
+    unproved: str = ""
+
+    def remark(self, outputs: Outputs) -> str:
+        """The sentence that a report says of this."""
+        where = f"{self.blocks} blocks" if self.blocks else "the last layers"
+        labels = bool(outputs) and not all(value.is_floating_point() for value in outputs.values())
+        return f"proved at {where}; the outputs are {'labels' if labels else 'constant'}"
+
+
+def _inside(source: Network, result: nn.Module, example: Example, *, keeps_blocks: bool) -> _Inside:
+    """Compare blocks and last layers of two networks whose outputs could not show an error."""
+    try:
+        anatomy = source.anatomy
+    except NormswapError as error:
+        return _Inside(
+            [], unproved=f"the outputs show no error, and no layer is seen: {error.what}"
+        )
+
+    traced = anatomy.traced
+    blocks: list[str] = []
+    if keeps_blocks:
+        blocks = [b.path for b in anatomy.blocks if b.path and b.path in traced.modules]
+    paths = list(dict.fromkeys([*blocks, *_last_layers(traced)]))
+    pair = both(source.module, result, example, paths)
+    assert pair is not None, "there is no second size"
+    (_, values), (_, others) = pair
+    changed = _changed(example)
+    moved: Outputs = {}
+    if runs(source.module, changed):
+        moved = run(source.module, changed, paths)[1]
+
+    precision = str(source.dtype).removeprefix("torch.")
+    errors = [
+        _error(path, precision, example.images, values[path], others[path])
+        for path in paths
+        if path in values and path in others and not _is_the_same(values[path], moved.get(path))
+    ]
+    if errors:
+        return _Inside(errors, sum(error.site in blocks for error in errors))
+    return _Inside([], unproved="every input gives the same numbers: nothing was compared")
+
+
+def _last_layers(traced: Traced) -> list[str]:
+    """The paths of the layers after which only functions come before the outputs."""
+    found: list[str] = []
+    ahead = list(inputs_of(traced.nodes[-1]))
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if node.op == "call_module":
+            found.append(str(node.target))
+            continue
+        fresh = [other for other in inputs_of(node) if other not in seen]
+        seen.update(fresh)
+        ahead += fresh
+    return found
+
+
+def _changed(example: Example) -> Example:
+    """The example with other values: in a mirror, and floating-point ones smaller."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        return 0.7 * tensor.flip(-1) if tensor.is_floating_point() else tensor.flip(-1)
+
+    return example.map(change)
+
+
+def _is_the_same(value: Tensor, other: Tensor | None) -> bool:
+    """Whether both hold the same numbers."""
+    return other is not None and value.shape == other.shape and bool((value == other).all())
+
+
+def _shows_errors(network: nn.Module, example: Example, outputs: Outputs) -> bool:
+    """Whether some output is of numbers, not of labels, and changes with the input."""
+    numbers = {
+        name: value
+        for name, value in outputs.items()
+        if value.numel() and (value.is_floating_point() or value.is_complex())
+    }
+    if any(
+        value.ndim and len(value) == example.count > 1 and not _is_constant([value])
+        for value in numbers.values()
+    ):
+        return True
+
+    changed = _changed(example)
+    if not numbers or not runs(network, changed):
+        return bool(numbers)
+    others, _ = run(network, changed)
+    return any(not _is_the_same(value, others.get(name)) for name, value in numbers.items())
+
+
+def _labels_are_right(source: Network, example: Example, outputs: Outputs, other: Outputs) -> bool:
+    """Whether labels, masks and counts differ no more than they do for the source's last digit."""
+    precision = str(source.dtype).removeprefix("torch.")
+    for name, value in outputs.items():
+        if value.is_floating_point() or value.is_complex() or name not in other:
+            continue
+        share = _error(name, precision, example.images, value, other[name]).relative_l2
+        if not share:
+            continue
+        strayed = _with_other_digits(source.module, source.dtype)
+        again = (
+            run(source.module, _in_the_last_digit(example))[0],
+            run(strayed, example)[0],
+        )
+        own = max(
+            _error(name, precision, example.images, value, each[name]).relative_l2 for each in again
+        )
+        if not share <= _STRAYING * own:
+            return False
+    return True
+
+
+def _insides_are_right(source: Network, example: Example, errors: Sequence[Error]) -> bool:
+    """Whether each block or layer of an exact result is off by no more than rounding explains.
+
+    Where the base tolerance does not do, it is held to what the last digit of input and weights
+    changes in it, or in half precision to what rounding costs it.
     """
     precision = str(source.dtype).removeprefix("torch.")
     base = FLOAT32_TOLERANCE
@@ -282,28 +468,30 @@ def _blocks_are_right(
         base = FLOAT64_TOLERANCE
     elif _is_half(precision):
         base = torch.finfo(source.dtype).eps
-    off = [error for error in sites if not error.relative_l2 <= base]
+    off = [error for error in errors if not error.relative_l2 <= base]
     if not off:
         return True
 
     paths = [error.site for error in off]
+    values = run(source.module, example, paths)[1]
     others: list[Outputs] = []
+    times = float(_STRAYING if precision == "float32" else _CONDITION)
     if _is_half(precision) and source.has_double:
-        with Widening():
+        times = float(ROUNDING)
+        # The forward is the user's: it may not run in float64.
+        with Widening(), suppress(Exception):
             wide = example.map_floats(Tensor.double)
             others.append(run(to_double(source.module), wide, paths)[1])
-        times = float(ROUNDING)
-    else:
+    if not others:
         others.append(run(source.module, _in_the_last_digit(example), paths)[1])
         others.append(run(_with_other_digits(source.module, source.dtype), example, paths)[1])
-        times = _STRAYING if precision == "float32" else _CONDITION
     for error in off:
-        strayed = [
-            _error(error.site, precision, example.images, at[error.site], other[error.site])
+        changes = [
+            _error(error.site, precision, example.images, values[error.site], other[error.site])
             for other in others
             if error.site in other
         ]
-        change = max((each.relative_l2 for each in strayed), default=0.0)
+        change = max((each.relative_l2 for each in changes), default=0.0)
         if not error.relative_l2 <= min(times * change, _MOST_OF_A_BLOCK):
             return False
     return True
@@ -657,7 +845,7 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     that differ.
     """
     size = tuple(x.shape)
-    if a.shape != b.shape:
+    if a.shape != b.shape or a.is_complex() != b.is_complex():
         return Error(site, precision, size, float("inf"), float("inf"))
     if not a.numel():
         return Error(site, precision, size, 0.0, 0.0)
@@ -671,6 +859,11 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
         # Scores of classes that are masked out are -inf in both outputs.
         a = a[~masked]
         b = b[~masked]
+    # The squares of numbers below 1e-154 are zero in float64, so all are divided by the largest.
+    unit = a.abs().max()
+    unit = torch.where((unit > 0) & torch.isfinite(unit), unit, 1.0)
+    a = a / unit
+    b = b / unit
     difference = a - b
     numbers = (
         a.norm(),
@@ -698,7 +891,7 @@ def _numbers(value: Tensor) -> Tensor:
     return value.double().flatten()
 
 
-def _unproved(outputs: Outputs) -> str:
+def _nothing_to_compare(outputs: Outputs) -> str:
     """Why equal outputs prove nothing (there are none, or all inputs give the same); empty where
     they prove.
     """
@@ -717,8 +910,8 @@ def _is_constant(values: Sequence[Tensor]) -> bool:
     )
 
 
-def _vacuous(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
-    why = _unproved(outputs)
+def _remarks(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
+    why = _nothing_to_compare(outputs)
     unseen = list(filter(None, [why]))
     if not why and _is_constant([value for value in outputs.values() if value.numel()]):
         unseen.append("every input gives the same labels, so this check says little")

@@ -111,7 +111,7 @@ def compare(network: Network, example: Example) -> list[Deviation]:
 
 
 @full_precision()
-def first_apart(
+def first_compiled_layer_apart(
     network: Network, example: Example, deviations: Iterable[Deviation]
 ) -> Departure | None:
     """The first layer whose output departs under torch.compile, which gives all layers' outputs
@@ -139,7 +139,7 @@ def first_apart(
     hooks = [module.register_forward_hook(keep) for module in compiled.modules()]
     with hooked(hooks), config.patch(fallback_random=True):
         running.run(compiled, example)
-    return departure.first_apart(duplicate(network.module, {}), example, values, max(allowed))
+    return departure.first_layer_apart(duplicate(network.module, {}), example, values, max(allowed))
 
 
 def _gradients(model: nn.Module, example: Example) -> Outputs:

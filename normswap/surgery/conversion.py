@@ -342,6 +342,8 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         )
     result = unfolding.unfold(network)
     report = comparison.compare(network, result.module, precise=precise, keeps_blocks=not rounded)
+    if report.unproved:
+        comparison.require_passed(network, report, to)
     if not report.passed:
         why = (
             f"the source computes something else (relative L2 error {report.worst.relative_l2:.1e})"

@@ -42,7 +42,7 @@ class Departure:
 
 
 @torch.no_grad()
-def first_apart(
+def first_layer_apart(
     network: nn.Module,
     example: Example,
     values: Iterable[object],

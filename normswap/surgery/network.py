@@ -97,7 +97,8 @@ class Network:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        network_input.require_module(self.module)
+        # A result that holds a network, such as a Conversion, stands for it.
+        object.__setattr__(self, "module", network_input.require_module(self.module))
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
         if self.inputs is None and self.size is None:

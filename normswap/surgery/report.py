@@ -92,7 +92,9 @@ class Report:
         logits: one error per precision and input size.
         sites: errors at the residual blocks' outputs, in float32.
         tolerance: the largest relative L2 error allowed, by precision.
-        vacuous: why the measurement says little: a branch, or the input, hardly moves the output.
+        remarks: what else a reader must know: a branch, or the input, hardly moves the output; the
+            proof is at blocks, or in one precision only.
+        unproved: why nothing that was compared could have shown an error; empty otherwise.
         kept: the agreement of an approximate result with its source on the user's held-out images.
         unmeasured: why there is no such agreement, although there were images.
     """
@@ -103,16 +105,17 @@ class Report:
     logits: tuple[Error, ...]
     sites: tuple[Error, ...] = ()
     tolerance: dict[str, float] = field(default_factory=dict)
-    vacuous: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     kept: Kept | None = None
     unmeasured: str = ""
+    unproved: str = ""
 
     @property
     def verdict(self) -> str:
-        """One word. Only a conversion that claims to be exact can pass; another one is measured."""
-        if not self.passed:
-            return "FAILED"
-        return "passed" if self.exact else "measured"
+        """PROVED, NOT PROVED or WRONG of what claims to be exact; MEASURED of what does not."""
+        if self.passed:
+            return "PROVED" if self.exact else "MEASURED"
+        return "NOT PROVED" if self.unproved else "WRONG"
 
     @property
     def worst(self) -> Error:

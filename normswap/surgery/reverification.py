@@ -70,7 +70,9 @@ def again(source: Network, result: nn.Module) -> Report:
     return comparison.compare(source, result, exact=exact, keeps_blocks=keeps_blocks)
 
 
-def first_apart(source: Network, result: nn.Module, report: Report) -> Departure | None:
+def first_converted_layer_apart(
+    source: Network, result: nn.Module, report: Report
+) -> Departure | None:
     """The first layer that computes something else than what the recorded plan makes of the source.
 
     None where the report passed, where values were fitted, which no plan tells, and where the plan
@@ -86,7 +88,7 @@ def first_apart(source: Network, result: nn.Module, report: Report) -> Departure
         recording.record_once(
             result, example, lambda _name, value: values.append(copy.deepcopy(value))
         )
-        return departure.first_apart(expected, example, values, allowed)
+        return departure.first_layer_apart(expected, example, values, allowed)
     except NormswapError:
         return None
 

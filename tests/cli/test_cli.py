@@ -270,8 +270,8 @@ def test_verify_against_another(capfd: Capture, converted: Path) -> None:
     folded = str(converted / "folded")
     other = str(converted / "skipinit")
     assert main(["verify", folded, "--against", other]) == 0
-    *_, passed, then = capfd.readouterr().out.splitlines()
-    assert (passed, then) == ("passed", f"next: normswap export {folded} -o folded.onnx")
+    *_, verdict, then = capfd.readouterr().out.splitlines()
+    assert (verdict, then) == ("PROVED", f"next: normswap export {folded} -o folded.onnx")
 
 
 def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:
@@ -299,7 +299,7 @@ def test_verify_names_the_layer_that_was_changed(
         model.get_parameter(f"{path}.weight").mul_(1.01)
     checkpoint.save(model, here / "tuned")
     assert main(["verify", "tuned"]) == 1
-    assert f"FAILED: they differ, first at {path} (" in capfd.readouterr().out
+    assert f"WRONG: they differ, first at {path} (" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("changed", ["layer2.0.conv1.weight", "layer3.0.bn2.bias"])

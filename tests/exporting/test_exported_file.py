@@ -241,7 +241,7 @@ def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert measured["top1"] == of_checkpoint().top1
     proof = json.loads(printed("verify", str(file), "--against", "demo", *images, "--json"))
     assert (proof["passed"], proof["figures"]["top1"]) == (True, of_checkpoint().top1)
-    assert "passed" in printed("verify", str(file), "--against", "demo")
+    assert "PROVED" in printed("verify", str(file), "--against", "demo")
     assert "Name it: '--against MODEL'" in printed("verify", str(file), code=2)
     assert "Drop --arch" in printed("evaluate", str(file), "--arch", "resnet18", *images, code=2)
 

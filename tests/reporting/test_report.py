@@ -274,7 +274,7 @@ def test_names_are_escaped(made: dict[str, Reported]) -> None:
         steps=({"scheme": evil, "options": {evil: evil}, "summary": evil, "paper": evil},),
         blocks=(block, *facts.blocks[1:]),
         alphas=(replace(facts.alphas[0], block=evil, path=evil), *facts.alphas[1:]),
-        report=replace(stored, inputs=evil, vacuous=(evil,), sites=(site, *stored.sites[1:])),
+        report=replace(stored, inputs=evil, remarks=(evil,), sites=(site, *stored.sites[1:])),
         signal_inputs=evil,
         signal={
             name: (replace(points[0], block=evil, stage=evil), *points[1:])

@@ -165,7 +165,7 @@ def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row) -> None:
 
     # A network in which nothing is wrong is warned of nothing.
     assert not [note for note in done.notes if not re.search(SAID, note)]
-    assert done.report.vacuous == ()
+    assert done.report.remarks == ()
 
     names = dict(done.renames)
     now = dict(done.model.named_parameters())

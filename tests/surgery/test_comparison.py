@@ -99,7 +99,7 @@ MUTANTS: dict[str, Harm] = {
 def test_the_right_result_passes() -> None:
     report = compared(none)
     assert report.passed
-    assert report.vacuous == ()
+    assert report.remarks == ()
     assert [(error.precision, error.size) for error in report.logits] == [
         ("float64", (2, 3, 48, 48)),
         ("float32", (2, 3, 48, 48)),
@@ -198,14 +198,14 @@ def test_dead_branches_are_reported() -> None:
     torch.manual_seed(0)
     fresh = timm.create_model("resnet18", num_classes=10, channels=(8, 16, 24, 32))
     report = conversion.convert(fresh, "folded", inputs=inputs()).report
-    assert [line.split(":")[0] for line in report.vacuous] == [
+    assert [line.split(":")[0] for line in report.remarks] == [
         f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)
     ]
 
 
 def test_one_image_is_warned_of_nothing() -> None:
     assert (
-        comparison.verify(source(), copy.deepcopy(source()), torch.randn(1, 3, 48, 48)).vacuous
+        comparison.verify(source(), copy.deepcopy(source()), torch.randn(1, 3, 48, 48)).remarks
         == ()
     )
 
@@ -214,11 +214,11 @@ def test_an_input_that_moves_nothing_is_reported() -> None:
     model = copy.deepcopy(source())
     model.get_submodule("fc").get_parameter("weight").data.mul_(1e-6)
     report = conversion.convert(model, "folded", inputs=inputs()).report
-    assert report.vacuous[0].startswith("the input moves the output")
+    assert report.remarks[0].startswith("the input moves the output")
     quiet = copy.deepcopy(source())
     quiet.get_submodule("fc").weight.data.mul_(1e-6)  # type: ignore[union-attr]
     quiet.get_submodule("fc").bias.data.mul_(1e-6)  # type: ignore[union-attr]
-    assert conversion.convert(quiet, "folded", inputs=inputs()).report.vacuous == (), (
+    assert conversion.convert(quiet, "folded", inputs=inputs()).report.remarks == (), (
         "small answers that move are fine"
     )
 
@@ -322,13 +322,13 @@ def test_where_rounding_alone_costs_much_half_precision_is_said_to_prove_little(
 
     assert (float((wide - run(model, x)).norm() / wide.norm()) > 0.1) == bool(said)
 
-    vacuous = [
+    remarks = [
         line
-        for line in comparison.verify(model, copy.deepcopy(model), x).vacuous
+        for line in comparison.verify(model, copy.deepcopy(model), x).remarks
         if "bfloat16 alone" in line
     ]
 
-    assert len(vacuous) == said
+    assert len(remarks) == said
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -350,7 +350,7 @@ def test_reports_survive_json() -> None:
     reader = TypeAdapter(Report)
     error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 1.0)
     full = Report(
-        False, True, "x", (error,), (error,), {"float32": 1.0}, ("vacuous",), Kept(0.5, 0.1, 8)
+        False, True, "x", (error,), (error,), {"float32": 1.0}, ("remark",), Kept(0.5, 0.1, 8)
     )
     for report in (compared(none), compared(MUTANTS["not a number"]), full):
         assert reader.validate_json(json.dumps(dataclasses.asdict(report))) == report

@@ -41,7 +41,7 @@ def departed(output: float = 1.0, gradient: float = 0.0) -> list[str]:
     )
     departures = compiling.compare(network, network.calls[0])
     assert len(departures) == 2
-    apart = compiling.first_apart(network, network.calls[0], departures)
+    apart = compiling.first_compiled_layer_apart(network, network.calls[0], departures)
     assert (apart and (apart.site, apart.kind)) == (None if output == 1 else ("1", "Fault"))
     return [departure.what for departure in departures if departure.relative_l2 > departure.allowed]
 
@@ -102,7 +102,7 @@ def test_command(
     monkeypatch.setattr(DynamicTanh, "forward", faulty)
     assert main(command) == 1
     failure = (
-        "FAILED: under torch.compile the output differs from eager mode, first at conv1.1"
+        "WRONG: under torch.compile the output differs from eager mode, first at conv1.1"
         " (DynamicTanh): relative L2"
     )
     assert failure in capfd.readouterr().out
@@ -177,6 +177,6 @@ def test_the_layer_is_named(faulty: str, fused: tuple[str, ...]) -> None:
         other, example, lambda name, value: values.update({name: copy.deepcopy(value)})
     )
     results = [value for name, value in values.items() if name not in fused]
-    apart = departure.first_apart(network, example, results, 1e-6)
+    apart = departure.first_layer_apart(network, example, results, 1e-6)
 
     assert (apart and apart.site) == next(iter(faulty.split()), None)

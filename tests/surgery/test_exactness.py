@@ -71,7 +71,7 @@ def test_what_compares_nothing_never_passes(said: str) -> None:
     source = _network(NOTHING[said])
     report = normswap.verify(source, copy.deepcopy(source), IMAGES)
     assert not report.passed
-    assert report.vacuous == (said,)
+    assert report.remarks == (said,)
     with pytest.raises(VerificationError, match="nothing proves the result"):
         normswap.convert(source, "folded", inputs=IMAGES)
 
@@ -80,7 +80,7 @@ def test_labels_that_are_the_same_for_every_input_are_said() -> None:
     report = normswap.convert(
         _network(lambda y: y.mean((1, 2, 3)) > 1e6), "folded", inputs=IMAGES
     ).report
-    assert report.vacuous == ("every input gives the same labels, so this check says little",)
+    assert report.remarks == ("every input gives the same labels, so this check says little",)
 
 
 def test_a_network_that_amplifies_rounding_in_float64_is_not_called_wrong() -> None:

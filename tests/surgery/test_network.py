@@ -185,3 +185,14 @@ def test_a_gpu_that_rounds_float64_is_not_taken_for_a_wrong_conversion() -> None
     report = normswap.convert(net().cuda(), "weightnorm", input_size=SIZE).report
     assert report.passed
     assert report.worst.relative_l2 < 1e-5
+
+
+def test_the_record_of_a_conversion_is_that_of_its_network() -> None:
+    images = torch.randn(2, 3, 8, 8)
+    source = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    conversion = normswap.convert(source, "folded", inputs=images)
+
+    network = Network(conversion, images)  # type: ignore[arg-type]
+
+    assert network.module is conversion.model
+    assert normswap.convert(network, "weightnorm").report.passed

@@ -257,7 +257,7 @@ def test_options_are_spelled_as_the_reader_writes_them(
 def test_a_conversion_shows_its_report_first() -> None:
     done = normswap.convert(network(), "folded", input_size=SIZE)
     assert re.fullmatch(
-        r"Conversion\(passed, exact, relative L2 \d\.\de-\d\d: Sequential -> folded\)", repr(done)
+        r"Conversion\(PROVED, exact, relative L2 \d\.\de-\d\d: Sequential -> folded\)", repr(done)
     )
 
 

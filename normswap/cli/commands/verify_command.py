@@ -65,7 +65,7 @@ def run(
 
     A directory is compared with the source that it records, or with --against; a file, which runs
     in its own runtime, needs --against. The exit code is 1 if they differ, or agree on less than
-    --min-kept.
+    --min-kept, and 2 if nothing that was compared could have shown an error.
     """
     against = compared.against
     asked = [name for name, _ in opening.asked()]
@@ -98,6 +98,8 @@ def run(
     if not is_good:
         following = []
     show(body, json, _print, *following)
+    if _unproved(body):
+        return 2
     return int(not is_good)
 
 
@@ -133,7 +135,7 @@ def _of_directory(
     with working("comparing"):
         network = Network(source)
         report = reverification.again(network, result)
-        apart = reverification.first_apart(network, result, report)
+        apart = reverification.first_converted_layer_apart(network, result, report)
 
     loader = None
     data = None
@@ -191,7 +193,7 @@ def _compare_compiled(
         example = network.form.read(next(iter(loader)))[0].like(result)
     with working("compiling"):
         deviations = compiling.compare(network, example)
-        departure = compiling.first_apart(network, example, deviations)
+        departure = compiling.first_compiled_layer_apart(network, example, deviations)
     return [asdict(deviation) for deviation in deviations], departure
 
 
@@ -274,12 +276,14 @@ def _print_data(data: Body) -> None:
 
 
 def _conclusion(body: Body) -> str:
-    """Return the last line: passed, measured, a warning, or FAILED and why."""
+    """Return the last line: the verdict, a warning, or why it is wrong."""
     place = f", {body['place']}" if body["place"] else ""
+    if unproved := _unproved(body):
+        return f"NOT PROVED: {unproved}"
     if not body["passed"]:
-        return f"FAILED: they differ{place}"
+        return f"WRONG: they differ{place}"
     if departed := _departed(body):
-        return f"FAILED: under torch.compile the {departed} differs from eager mode{place}"
+        return f"WRONG: under torch.compile the {departed} differs from eager mode{place}"
     if not body["enough"]:
         return tables.TOO_LITTLE + place
     if place:
@@ -288,8 +292,13 @@ def _conclusion(body: Body) -> str:
     figures = body.get("figures")
     is_exact = figures["tolerance"] < 1 if figures else body["report"]["exact"]
     if not is_exact:
-        return "measured: it is not exact, and what it keeps stands above"
-    return "passed"
+        return "MEASURED: it is not exact, and what it keeps stands above"
+    return "PROVED"
+
+
+def _unproved(body: Body) -> str:
+    """Return why nothing proves the result, or an empty text."""
+    return str((body.get("report") or {}).get("unproved", ""))
 
 
 def _departed(body: Body) -> str:

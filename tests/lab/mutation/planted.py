@@ -255,7 +255,7 @@ PROOF = (
         ),
         WRONG,
     ),
-    Planted("a proof always says something", "surgery.comparison:_vacuous", answers([]), COMPARED),
+    Planted("a proof always says something", "surgery.comparison:_remarks", answers([]), COMPARED),
     Planted(
         "answers always agree", "surgery.comparison:least_agreement", answers((1.0, "")), WRONG
     ),

@@ -1,0 +1,264 @@
+"""A result that is wrong anywhere is never PROVED: planted faults in networks of several kinds."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+
+import normswap
+from normswap.errors import NormswapError
+from normswap.surgery import comparison
+from normswap.surgery.network import Network
+
+SIZE = (3, 12, 12)
+
+
+class Residual(nn.Module):
+    """A residual block of two convolutions with norms."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+        return (x + branch).relu()
+
+
+def _scores(scores: Tensor, _features: Tensor) -> object:
+    return scores
+
+
+def _two(scores: Tensor, features: Tensor) -> object:
+    return {"scores": scores, "features": features}
+
+
+def _labels(scores: Tensor, _features: Tensor) -> object:
+    return scores.argmax(1)
+
+
+def _mask(scores: Tensor, _features: Tensor) -> object:
+    return scores > 0
+
+
+class Net(nn.Module):
+    """A stem, some blocks and a head, which gives what `outputs` makes of scores and features."""
+
+    def __init__(self, blocks: int, outputs: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.stem_bn = nn.BatchNorm2d(8)
+        self.blocks = nn.Sequential(*(Residual(8) for _ in range(blocks)))
+        self.head = nn.Linear(8, 5)
+        self.outputs = outputs
+        self.tamper: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> object:
+        x = self.blocks(self.stem_bn(self.stem(x)).relu())
+        features = x.mean((2, 3))
+        given_out = self.outputs(self.head(features), features)
+        if self.tamper is None:
+            return given_out
+        if isinstance(given_out, dict):
+            return {**given_out, "features": self.tamper(given_out["features"])}
+        assert isinstance(given_out, Tensor)
+        return self.tamper(given_out)
+
+
+NETWORKS: dict[str, tuple[int, Callable[[Tensor, Tensor], object]]] = {
+    "without blocks": (0, _scores),
+    "with blocks": (2, _scores),
+    "constant outputs": (2, _scores),
+    "constant, without blocks": (0, _scores),
+    "several outputs": (2, _two),
+    "labels": (2, _labels),
+    "labels, without blocks": (0, _labels),
+    "masks": (2, _mask),
+}
+
+
+@torch.no_grad()
+def made(name: str, seed: int = 0) -> Net:
+    """A network of that kind with norms that do something."""
+    torch.manual_seed(seed)
+    model = Net(*NETWORKS[name])
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.3)  # type: ignore[union-attr]
+            module.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+            module.weight.uniform_(0.5, 1.5)
+            module.bias.normal_(0, 0.3)
+    if name.startswith("constant"):
+        model.head.weight.zero_()
+        model.head.bias.zero_()
+    return model.eval()
+
+
+def _other_sample(value: Tensor) -> Tensor:
+    """The output with its second sample changed."""
+    changed = value.clone()
+    if value.dtype == torch.bool:
+        changed[1, 0] = ~changed[1, 0]
+    else:
+        changed[1] = changed[1] + (1e-3 if value.is_floating_point() else 1)
+    return changed
+
+
+def _last(model: Net) -> nn.Module:
+    """The last convolution."""
+    return [module for module in model.modules() if isinstance(module, nn.Conv2d)][-1]
+
+
+def one_channel(model: Net) -> None:
+    _last(model).get_parameter("weight")[3].mul_(1.01)
+
+
+def one_block(model: Net) -> None:
+    if len(model.blocks):
+        model.blocks[0].get_submodule("bn2").get_parameter("bias").add_(0.01)
+    else:
+        model.stem_bn.bias.add_(0.01)
+
+
+def one_sample(model: Net) -> None:
+    model.tamper = _other_sample
+
+
+def one_output(model: Net) -> None:
+    model.tamper = lambda value: value + 1 if value.dtype != torch.bool else ~value
+
+
+def a_sign(model: Net) -> None:
+    model.stem.weight[2].neg_()
+
+
+def an_eps(model: Net) -> None:
+    model.stem_bn.eps = 1e-3
+
+
+def a_dtype(model: Net) -> None:
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
+def after_the_last_block(model: Net) -> None:
+    model.head.bias[1].add_(1e-3)
+
+
+def a_mean(model: Net) -> None:
+    model.stem_bn.get_buffer("running_mean")[0].add_(1e-2)
+
+
+FAULTS: list[Callable[[Net], None]] = [
+    one_channel,
+    one_block,
+    one_sample,
+    one_output,
+    a_sign,
+    an_eps,
+    a_dtype,
+    after_the_last_block,
+    a_mean,
+]
+
+
+@torch.no_grad()
+def broken(model: Net, fault: Callable[[Net], None]) -> Net:
+    """A copy of the network with a fault."""
+    result = copy.deepcopy(model)
+    fault(result)
+    return result
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_planted_fault_is_never_proved(name: str, fault: Callable[[Net], None]) -> None:
+    source = made(name)
+    images = torch.randn(4, *SIZE, generator=torch.Generator().manual_seed(1))
+    result = broken(source, fault)
+
+    by_verify = normswap.verify(source, result, images)
+    by_compare = comparison.compare(Network(source, images), result)
+
+    assert by_verify.verdict in ("WRONG", "NOT PROVED")
+    assert by_compare.verdict in ("WRONG", "NOT PROVED")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_right_result_of_each_kind_is_proved(name: str) -> None:
+    source = made(name)
+    images = torch.randn(4, *SIZE, generator=torch.Generator().manual_seed(1))
+
+    report = normswap.convert(source, "folded", inputs=images).report
+
+    assert report.verdict == "PROVED"
+    at_blocks = [line for line in report.remarks if line.startswith("proved at")]
+    assert bool(at_blocks) == (
+        name.split(",")[0] in ("constant outputs", "constant", "labels", "masks")
+    )
+
+
+def test_one_image_that_the_output_does_not_depend_on_proves_nothing() -> None:
+    class Anchors(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.grid = nn.Parameter(torch.rand(6, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.grid * 2
+
+    source = Anchors()
+
+    report = normswap.verify(source, copy.deepcopy(source), torch.randn(1, 3, 8, 8))
+
+    assert report.verdict == "NOT PROVED"
+
+
+def test_scores_that_are_all_masked_prove_nothing() -> None:
+    source = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten()).eval()
+    source[0].register_forward_hook(_masked)
+
+    report = normswap.verify(source, copy.deepcopy(source), torch.randn(2, 3, 4, 4))
+
+    assert report.verdict == "NOT PROVED"
+
+
+def _masked(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    return torch.full_like(output, float("-inf"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["without blocks", "with blocks", "constant outputs", "labels"]),
+    seed=st.integers(0, 2**16),
+    size=st.floats(1e-2, 1.0),
+    data=st.data(),
+)
+def test_no_random_pair_that_differs_is_proved(
+    name: str, seed: int, size: float, data: st.DataObject
+) -> None:
+    source = made(name, seed)
+    names = [key for key, _ in source.named_parameters() if not key.startswith("head")]
+    changed_name = data.draw(st.sampled_from(names))
+    result = copy.deepcopy(source)
+    with torch.no_grad():
+        parameter = result.get_parameter(changed_name)
+        parameter.add_(size * parameter.abs().max())
+    images = torch.randn(3, *SIZE, generator=torch.Generator().manual_seed(seed))
+
+    before = source.blocks(source.stem_bn(source.stem(images)).relu()).detach()
+    after = result.blocks(result.stem_bn(result.stem(images)).relu()).detach()
+    differs = float((before - after).norm() / before.norm()) > 1e-4
+
+    if differs:
+        try:
+            verdict = normswap.verify(source, result, images).verdict
+        except NormswapError:
+            return
+        assert verdict in ("WRONG", "NOT PROVED")
