@@ -182,7 +182,13 @@ def compare(
             judged = sites if keeps_blocks else []
             unproved = _nothing_to_compare(a)
             if exact and not _shows_errors(network, example, a):
-                evidence = _inside(source, result, example, keeps_blocks=keeps_blocks)
+                evidence = _inside(
+                    source,
+                    result,
+                    example,
+                    keeps_blocks=keeps_blocks,
+                    are_labels=any(not value.is_floating_point() for value in a.values()),
+                )
                 judged = evidence.errors
                 unproved = unproved or evidence.unproved
                 if judged and not evidence.unproved:
@@ -213,9 +219,12 @@ def compare(
         )
     if precise is not None and precise.hangs_on:
         remarks.append(precise.hangs_on)
-    if not exact:
+    if exact and not _passes(logits, tolerance):
+        # What is off by more than is allowed is wrong, whatever else could not be compared.
         unproved = ""
-    elif (
+    elif not exact and sites:
+        unproved = ""
+    elif exact and (
         not unproved and not (precise and precise.error) and tolerance[precision] >= _PROVES_NOTHING
     ):
         unproved = f"rounding in {precision} moves the output by as much as an error would"
@@ -349,8 +358,23 @@ class _Inside:
         return f"proved at {where}; the outputs are {'labels' if labels else 'constant'}"
 
 
-def _inside(source: Network, result: nn.Module, example: Example, *, keeps_blocks: bool) -> _Inside:
-    """Compare blocks and last layers of two networks whose outputs could not show an error."""
+def _inside(
+    source: Network,
+    result: nn.Module,
+    example: Example,
+    *,
+    keeps_blocks: bool,
+    are_labels: bool,
+) -> _Inside:
+    """Compare the insides of two networks whose outputs could not show an error.
+
+    Args:
+        source: The source.
+        result: What is compared with it.
+        example: The call that both run on.
+        keeps_blocks: Whether the result claims the values at blocks.
+        are_labels: Whether outputs are labels or masks, so that the last layers are compared, too.
+    """
     try:
         anatomy = source.anatomy
     except NormswapError as error:
@@ -362,7 +386,8 @@ def _inside(source: Network, result: nn.Module, example: Example, *, keeps_block
     blocks: list[str] = []
     if keeps_blocks:
         blocks = [b.path for b in anatomy.blocks if b.path and b.path in traced.modules]
-    paths = list(dict.fromkeys([*blocks, *_last_layers(traced)]))
+    last = _last_layers(traced) if are_labels else []
+    paths = list(dict.fromkeys([*blocks, *last]))
     pair = both(source.module, result, example, paths)
     assert pair is not None, "there is no second size"
     (_, values), (_, others) = pair
