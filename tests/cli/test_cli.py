@@ -348,7 +348,7 @@ def test_as_much_as_is_asked_for_must_be_kept(capfd: Capture, converted: Path, h
     share = run_json(capfd, *command)["data"]["agreement"]
 
     assert main([*command, "--min-kept", str(share)]) == 0
-    assert "measured: it is not exact" in capfd.readouterr().out
+    assert "MEASURED: it is not exact" in capfd.readouterr().out
     assert main([*command, "--min-kept", str(share + 0.01)]) == 1
     refused(
         ("verify", "other", "--min-kept", "0.5"),
