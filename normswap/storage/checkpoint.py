@@ -14,20 +14,11 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-<<<<<<< HEAD
 from typing import TYPE_CHECKING
 
 import timm
 import torch
 from safetensors import SafetensorError
-=======
-from typing import TYPE_CHECKING, Annotated, Any
-
-import timm
-import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-from safetensors import SafetensorError, safe_open
->>>>>>> a3c8fbac (A verdict is PROVED, NOT PROVED, WRONG or MEASURED, and comes from all that was measured; labels and constant outputs are proved inside)
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -53,42 +44,6 @@ from normswap.version import __version__
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-<<<<<<< HEAD
-=======
-# Of the record in the header of the weights.
-VERSION = 1
-
-
-def _renamed(report: object) -> object:
-    """A report as it is written today: `remarks` were called `vacuous`."""
-    if isinstance(report, dict) and "vacuous" in report:
-        remarks = report["vacuous"]
-        others = {name: value for name, value in report.items() if name != "vacuous"}
-        return {"remarks": remarks, **others}
-    return report
-
-
-class Header(BaseModel):
-    """The record as it is read; the report is that of the conversion.
-
-    Args:
-        hashes: of all tensors of a file, by file; tensors: of each by itself, by file and name
-            (none in older ones).
-    """
-
-    model_config = ConfigDict(strict=True)
-    version: int
-    arch: Arch | None
-    plan: dict[str, Any]
-    source: str
-    sha256: str | None
-    pretrained_cfg: dict[str, Any]
-    report: Annotated[Report | None, BeforeValidator(_renamed)]
-    hashes: dict[str, str]
-    tensors: dict[str, dict[str, str]] = {}
-    versions: dict[str, str]
-
->>>>>>> a3c8fbac (A verdict is PROVED, NOT PROVED, WRONG or MEASURED, and comes from all that was measured; labels and constant outputs are proved inside)
 
 def open_model(
     source: str,

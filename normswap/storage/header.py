@@ -69,6 +69,15 @@ class Header(BaseModel):
     def _drop_addresses(cls, stated: object) -> object:
         return without_addresses(stated)
 
+    @field_validator("report", mode="before")
+    @classmethod
+    def _rename(cls, report: object) -> object:
+        """Read a report of before: `remarks` were called `vacuous`."""
+        if not isinstance(report, dict) or "vacuous" not in report:
+            return report
+        others = {name: value for name, value in report.items() if name != "vacuous"}
+        return {"remarks": report["vacuous"], **others}
+
     @field_validator("report")
     @classmethod
     def _is_printable(cls, report: Report | None) -> Report | None:
