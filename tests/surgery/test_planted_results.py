@@ -257,7 +257,7 @@ def test_no_random_pair_that_differs_is_proved(
 
     before = source.blocks(source.stem_bn(source.stem(images)).relu()).detach()
     after = result.blocks(result.stem_bn(result.stem(images)).relu()).detach()
-    differs = float((before - after).norm() / before.norm()) > 1e-4
+    differs = float((before - after).norm() / before.norm()) > 1e-3
 
     if differs:
         try:
