@@ -890,8 +890,9 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
     # The squares of numbers below 1e-154 are zero in float64, so all are divided by a power of two,
     # which rounds nothing.
     exponent = torch.frexp(a.abs().max().nan_to_num(1.0, 1.0, 1.0)).exponent.clamp(-1000, 1000)
-    a = torch.ldexp(a, -exponent)
-    b = torch.ldexp(b, -exponent)
+    scale = torch.pow(2.0, -exponent.double())
+    a = a * scale
+    b = b * scale
     difference = a - b
     numbers = (
         a.norm(),
