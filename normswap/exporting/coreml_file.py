@@ -1,11 +1,11 @@
-"""Core ML: the directory FILE.mlpackage, an ML program for Apple's devices, made from a traced
-network by coremltools.
+"""Core ML: the directory FILE.mlpackage, an ML program for Apple's devices.
 
-coremltools writes it on every system; macOS runs it.
+coremltools makes it from a traced network, on every system; macOS runs it.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents
-from normswap.exporting.formats import Runs, counted, refusing, silent
+from normswap.exporting.formats import Runs, counted, refusing, require_inside, silent
 from normswap.exporting.signature import Signature
 from normswap.exporting.simpler_graph import or_simpler
 
@@ -36,6 +36,7 @@ def write(contents: FileContents, file: Path) -> None:
         raise RefusedError(
             f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}"
         )
+
     whole = contents.in_float32
     half = contents.network.dtype == torch.float16
     converted = or_simpler(whole, lambda network: _converted(network, whole, half=half))
@@ -51,7 +52,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
-    """A float32 network, that of the contents or a simpler one, as coremltools converts it."""
+    """Return a float32 network, that of the contents or a simpler one, as coremltools has it."""
     signature = contents.network.signature
     try:
         with refusing("Core ML cannot express the network"), silent():
@@ -74,7 +75,7 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
 
 
 def _require_names(spec: Model, signature: Signature) -> None:
-    """Refuse a file in which a tensor has another name: coremltools may give two outputs one name."""
+    """Refuse a file in which a tensor has another name, as coremltools may merge two outputs."""
     described = spec.description
     names = [feature.name for side in (described.input, described.output) for feature in side]
     expected = [*signature.inputs, *signature.outputs]
@@ -86,6 +87,7 @@ def _require_names(spec: Model, signature: Signature) -> None:
 
 def open(file: Path) -> Runs:
     """See `formats.Format.open`; on the CPU of macOS."""
+    require_own_files(file)
     with silent():
         import coremltools as ct
 
@@ -116,7 +118,24 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _spec(file: Path) -> Model:
+    """Return the model's description; raises SourceError: it lies outside of the package."""
+    require_own_files(file)
     with silent():
         import coremltools as ct
 
         return ct.utils.load_spec(str(file))
+
+
+def require_own_files(package: Path) -> None:
+    """Check that a package's files, and all that its manifest names, lie in the package.
+
+    Raises:
+        SourceError: one is a link, or a path, that leads elsewhere.
+        ValueError, OSError: the manifest cannot be read.
+    """
+    for path in package.rglob("*"):
+        require_inside(package, package, str(path.relative_to(package)))
+
+    manifest = json.loads((package / "Manifest.json").read_text(encoding="utf-8"))
+    for entry in manifest.get("itemInfoEntries", {}).values():
+        require_inside(package, package / "Data", str(entry["path"]))

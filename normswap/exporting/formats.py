@@ -31,6 +31,7 @@ from normswap.errors import (
     OptionError,
     OutputError,
     RefusedError,
+    SourceError,
     VerificationError,
     called,
     explained,
@@ -63,17 +64,24 @@ class Format:
     """A format of exported files.
 
     Args:
-        name: its functions are in NAME_file.py of this package.
-        ending: of its files; part: of a file that lies beside each.
-        tool: what writes it, in messages; runtime: what runs it.
-        needs: packages; extra: normswap's extra that installs them.
-        dtypes: those that it can be written in; notes: what a user should know of a dtype in it.
-        any_count: it takes any number of images at a time; any_input: other tensors than float32.
-        quantizer: what writes it in int8, in messages; quantizer_needs: its packages, and
-            quantizer_extra their extra; weight_bits: of its weights, the default first; halves: to
-            7 bits, but depthwise layers.
-        inside: its runtime tells what a file computes on its way.
-        system: the only `sys.platform` that has its runtime; empty: every system has it.
+        name: The name of the format. Its functions are in NAME_file.py of this package.
+        ending: The ending of its files.
+        tool: The name of the tool that writes it, for messages.
+        runtime: The name of the runtime that runs it, for messages.
+        needs: The packages that write and run it.
+        extra: The extra of normswap that installs these packages.
+        part: The ending of a second file, which lies beside each file; empty if there is none.
+        dtypes: The precisions that it can be written in.
+        notes: What a user should know of a precision in this format, by precision.
+        any_count: Whether its files can take any number of images at a time.
+        any_input: Whether its files can take other tensors than float32.
+        quantizer: The name of the tool that writes it in int8, for messages.
+        quantizer_needs: The packages of that tool.
+        quantizer_extra: The extra of normswap that installs them.
+        weight_bits: The bits per int8 weight that it can be written with; the first is the default.
+        halves: Whether 7-bit weights are written for every layer except depthwise ones.
+        inside: Whether its runtime tells the values that a file computes on its way.
+        system: The only `sys.platform` that has its runtime; empty if every system has it.
     """
 
     name: str
@@ -97,33 +105,39 @@ class Format:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this system has its runtime."""
+        """Whether this system has the format's runtime."""
         return self.system in ("", sys.platform)
 
     @property
     def functions(self) -> ModuleType:
+        """The module that writes, opens and describes files of this format."""
         return importlib.import_module(f"normswap.exporting.{self.name}_file")
 
     def files(self, file: Path) -> tuple[Path, ...]:
-        """A file of this format, and its part beside it."""
+        """Return the paths of a file of this format and of its part beside it."""
         if not self.part:
             return (file,)
         return (file, file.with_suffix(self.part))
 
     def size(self, file: Path) -> int:
-        """Bytes of a file with its part, or of all that is in it where it is a directory."""
-        inside = (
-            each
-            for place in self.files(file)
-            for each in (place, *place.rglob("*"))
-            if each.is_file()
-        )
-        return sum(each.stat().st_size for each in inside)
+        """Return the bytes of a file and its part; of a directory, of all files in it."""
+        total = 0
+        for part in self.files(file):
+            for path in (part, *part.rglob("*")):
+                if path.is_file():
+                    total += path.stat().st_size
+        return total
 
     def write(self, contents: FileContents, file: Path, how: Quantization | None = None) -> None:
-        """Write the file, and its part beside it, in int8 if `how` is given.
+        """Write the file, and its part beside it.
 
-        Raises RefusedError: the format cannot express the network; says why.
+        Args:
+            contents: The network and its metadata.
+            file: The path to write.
+            how: The input of the quantizer, for a file in int8.
+
+        Raises:
+            RefusedError: The format cannot express the network; the message says why.
         """
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"
@@ -132,6 +146,7 @@ class Format:
             str(tensor.dtype) != "torch.float32" for tensor in contents.example
         ):
             raise RefusedError(f"{self.name} files take floating-point inputs", remedy="Try onnx")
+
         if how:
             with refusing(f"{self.quantizer} cannot quantize it"):
                 self.functions.write_int8(contents, file, how)
@@ -140,8 +155,14 @@ class Format:
                 self.functions.write(contents, file)
 
     def open(self, file: Path, **inside: bool) -> Runs:
-        """The file in its own runtime: from inputs to answers; raises VerificationError: that does
-        not take it.
+        """Return the file in its own runtime, a function from inputs to answers.
+
+        Args:
+            file: The path of the file.
+            inside: `inside=True` asks for all values that the file computes on its way.
+
+        Raises:
+            VerificationError: The runtime does not take the file.
         """
         from normswap.exporting.signature import alone, together
 
@@ -265,13 +286,15 @@ _FORMATS = {
 
 
 def names() -> list[str]:
-    """The formats by name."""
+    """Return the names of all formats."""
     return list(_FORMATS)
 
 
 def get(name: str) -> Format:
-    """A format; raises OptionError: there is none of that name, or a package it needs is not
-    installed.
+    """Return the format of a name.
+
+    Raises:
+        OptionError: There is none of that name, or a package that it needs is not installed.
     """
     form = _named(name)
     require_packages(name, form.needs, form.extra)
@@ -279,8 +302,10 @@ def get(name: str) -> Format:
 
 
 def choose(file: Path, name: str | None) -> Format:
-    """The format of the name, or of the file's ending; raises OptionError: they differ, or say
-    none, or as `get`.
+    """Return the format of the name, or of the file's ending if no name is given.
+
+    Raises:
+        OptionError: Name and ending differ, or neither says a format; or as `get`.
     """
     return get(_name_of(file, name))
 
@@ -303,21 +328,24 @@ def _name_of(file: Path, name: str | None) -> str:
         raise OptionError(
             f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two"
         )
+
     return name or str(meant)
 
 
 def check(file: Path, settings: FileSettings) -> Format:
-    """The format of `file`, after checks that need no torch.
+    """Return the format of `file`, after all checks that need no torch.
 
-    Raises OptionError: the format or dtype is not known, they do not go together, or a package is
-    not installed;
-    OutputError: the file, or its sidecar, exists, or its folder does not; or its part belongs to
-    another file.
+    Raises:
+        OptionError: The format or dtype is not known, they do not go together, or a package is not
+            installed.
+        OutputError: The file, or its sidecar, exists; or its folder does not; or its part belongs
+            to another file.
     """
     if settings.dtype not in DTYPES:
         raise OptionError(
             f"unknown {called('dtype')} '{settings.dtype}'", f"there are {', '.join(DTYPES)}"
         )
+
     form = _named(_name_of(file, settings.format))
     if settings.dtype not in form.dtypes:
         able = ", ".join(other for other, row in _FORMATS.items() if settings.dtype in row.dtypes)
@@ -325,6 +353,7 @@ def check(file: Path, settings: FileSettings) -> Format:
         raise OptionError(
             f"{form.name} is not written in {settings.dtype}", f"there are {able}", remedy
         )
+
     if settings.dtype != "int8" and settings.weight_bits is not None:
         raise OptionError(f"{spelled('weight_bits', settings.weight_bits)} is for int8")
     if settings.weight_bits not in (None, *form.weight_bits):
@@ -344,8 +373,10 @@ def check(file: Path, settings: FileSettings) -> Format:
             raise OutputError(
                 f"{extra} belongs to {owners[0]}", remedy=f"Give {file.name} another name"
             )
+
     for beside in (*form.files(file)[1:], sidecar_of(file)):
         atomic_write.check_writable(beside, force=settings.force)
+
     require_packages(form.name, form.needs, form.extra)
     if settings.dtype == "int8":
         require_packages(f"{form.name} in int8", form.quantizer_needs, form.quantizer_extra)
@@ -353,14 +384,16 @@ def check(file: Path, settings: FileSettings) -> Format:
 
 
 def sidecar_of(file: Path) -> Path:
-    """The path of the record beside `file` that says how to prepare an image."""
+    """Return the path of the record beside `file`, which says how to prepare an image."""
     return file.with_name(f"{file.name}.preprocess.json")
 
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn whatever a tool raises into a RefusedError of one line; keep its output off the
-    terminal.
+    """Turn whatever a tool raises into a RefusedError of one line, and keep its output away.
+
+    Args:
+        what: The sentence of the error, to which the tool's first line is added.
     """
     try:
         with quietly():
@@ -384,7 +417,7 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """As `quietly`, and keep what is printed in Python, or by C++ on stderr, off the terminal, too."""
+    """Do as `quietly`, and also keep away what Python prints and what C++ writes to stderr."""
     error_stream = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -401,6 +434,25 @@ def silent() -> Iterator[None]:
         os.close(nowhere)
 
 
+def require_inside(file: Path, folder: Path, part: str) -> None:
+    """Check that a part which a file names lies in its folder.
+
+    Args:
+        file: the file, for the message.
+        folder: the folder that the part must be in, links followed.
+        part: the path, as the file spells it.
+
+    Raises:
+        SourceError: it lies elsewhere.
+    """
+    path = (folder / part).resolve()
+    if Path(part).is_absolute() or not path.is_relative_to(folder.resolve()):
+        raise SourceError(
+            f"{file} names {part!a}, which is outside of its folder",
+            "normswap reads nothing there on behalf of a file",
+        )
+
+
 def counted(kinds: Iterable[str]) -> dict[str, int]:
-    """How many there are of each, the most frequent first."""
+    """Return how many there are of each kind, the most frequent first."""
     return dict(Counter(kinds).most_common())

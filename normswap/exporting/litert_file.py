@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from normswap import reading
+from normswap.errors import SourceError
 from normswap.exporting import simpler_graph
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, silent
@@ -52,7 +53,7 @@ def _converted(contents: FileContents) -> bytes:
 
 
 def _halved(content: bytes) -> bytes:
-    """The same with the weights of convolutions and products in fp16; a cast to fp32 follows each."""
+    """Return the file with the weights of convolutions and products in fp16, each cast to fp32."""
     with silent():
         from ai_edge_quantizer import qtyping, quantizer
 
@@ -88,7 +89,10 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
-    """The smallest and largest number of each tensor over all images, which the tool would average."""
+    """Return the smallest and largest number of each tensor over all images.
+
+    The tool itself would average them over batches.
+    """
     total: Extremes = {}
     for x in images:
         for name, values in tool.calibrate({"serving_default": [{"args_0": x.numpy()}]}).items():
@@ -98,10 +102,12 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
                 "min": np.minimum(before["min"], values["min"]),
                 "max": np.maximum(before["max"], values["max"]),
             }
+
     return total
 
 
 def _finished(content: bytes, contents: FileContents) -> bytes:
+    """Return the file with the signature's names and with the metadata."""
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
@@ -130,15 +136,18 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
 
 
 def _aligned(buffer: BufferT, builder: Builder) -> int:
+    """Pack a buffer so that it starts where the schema asks it to."""
     if buffer.data is not None:
         builder.Prep(_ALIGNED, len(buffer.data))
     return int(type(buffer).Pack(buffer, builder))
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """See `formats.Format.open`; on the CPU, in XNNPACK where that has the operator, but `inside`
-    in LiteRT alone.
+    """See `formats.Format.open`; on the CPU.
+
+    XNNPACK computes the operators that it has. With `inside`, LiteRT computes all of them.
     """
+    _model(file)
     with silent():
         from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
@@ -169,6 +178,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
+    """Return the real numbers that a value of the file stands for: scale (value - zero)."""
     scale, zero = quantization
     tensor = torch.as_tensor(value)
     return scale * (tensor.float() - zero) if scale else tensor
@@ -210,9 +220,14 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _model(file: Path) -> ModelT:
+    """Return the file's records; raises SourceError: it takes weights from other files."""
     from ai_edge_litert import schema_py_generated as schema
 
     content = file.read_bytes()
     if content[4:8] != b"TFL3":
         raise ValueError("it does not begin as such files do")
-    return schema.ModelT.InitFromPackedBuf(bytearray(content))
+    model = schema.ModelT.InitFromPackedBuf(bytearray(content))
+    # Newer files may take weights from other files by name; `export` writes none of those.
+    if getattr(model, "externalBufferGroups", None):
+        raise SourceError(f"{file} takes its weights from other files", remedy="Put them into it")
+    return model

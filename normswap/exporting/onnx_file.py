@@ -1,5 +1,6 @@
-"""ONNX: the graph of torch.export, in torch's own opset, and with RMSNorms in opset 23, for ONNX
-Runtime and others.
+"""ONNX: the graph of torch.export, for ONNX Runtime and others.
+
+It is in torch's own opset, with RMSNorms in opset 23.
 
 int8 is onnxruntime.quantization's QDQ. Activations are unsigned, weights signed. On x64 without
 VNNI, ONNX Runtime adds pairs of such products with saturation at 16 bits, which weights of 7 bits
@@ -21,13 +22,14 @@ from torch import Tensor
 
 from normswap.errors import RefusedError, VerificationError, first_line
 from normswap.exporting.exported_module import FileContents
-from normswap.exporting.formats import Runs, counted
+from normswap.exporting.formats import Runs, counted, require_inside
 from normswap.exporting.settings import SAFE_BITS, Quantization
 from normswap.exporting.signature import INPUT
 from normswap.layers import known_norms
 
 if TYPE_CHECKING:
     import onnx
+    from google.protobuf.message import Message
 
 # Protobuf's 2 GiB, less what the graph itself takes.
 _LIMIT = 2**31 - 2**20
@@ -53,8 +55,9 @@ def _has_rms_norm(contents: FileContents) -> bool:
 def _rms_norm(
     x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Any:
-    """aten::rms_norm as one operator: torch's own translation computes the weight of a norm that
-    has none.
+    """Translate aten::rms_norm to one operator.
+
+    torch's own translation computes the weight of a norm that has none.
     """
     from onnxscript import ir
     from onnxscript.onnx_opset import opset23
@@ -67,10 +70,14 @@ def _rms_norm(
 
 
 def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
-    """The model in fp32 or fp16, in torch's own opset by default, without torch's notes on each
-    node.
+    """Return the model in fp32 or fp16, without torch's notes on each node.
 
-    Raises RefusedError: it is too large.
+    Args:
+        contents: The network.
+        opset: The version of the operators. By default it is torch's own.
+
+    Raises:
+        RefusedError: The weights do not fit in one ONNX file.
     """
     tensors = (*contents.network.parameters(), *contents.network.buffers())
     size = sum(t.numel() * t.element_size() for t in tensors)
@@ -78,6 +85,7 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
         raise RefusedError(
             f"an ONNX file holds 2 GiB, the weights are {size / 2**30:.1f}", remedy="Try pt2"
         )
+
     network = contents.network
     program = torch.onnx.export(
         network,
@@ -93,6 +101,7 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
         output_names=[*network.signature.outputs],
     )
     assert program is not None
+
     model = program.model_proto
     whole = model.graph
     for item in (
@@ -125,8 +134,9 @@ def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
 
 
 def _store_bf16(graph: onnx.GraphProto) -> None:
-    """Store every matrix that bfloat16 holds exactly in bfloat16, with a cast, which runtimes do
-    once.
+    """Store every matrix that bfloat16 holds exactly in bfloat16, in place.
+
+    A cast to float32 follows each; runtimes do it once.
     """
     import onnx
 
@@ -137,6 +147,7 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
         value = torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
         if not torch.equal(value.bfloat16().float(), value):
             continue
+
         name = tensor.name
         data = value.bfloat16().view(torch.int16).numpy().tobytes()
         stored = onnx.helper.make_tensor(
@@ -252,6 +263,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     import onnxruntime as ort
 
     content: Path | bytes = file
+    model = _loaded(file)
     if inside:
         import onnx
 
@@ -288,6 +300,32 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _loaded(file: Path) -> onnx.ModelProto:
+    """Return the graph, without weights that lie beside the file.
+
+    Raises:
+        SourceError: it takes weights from outside of its folder.
+    """
     import onnx
 
-    return onnx.load(file, load_external_data=False)
+    model = onnx.load(file, load_external_data=False)
+    for tensor in _tensors(model):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                require_inside(file, file.parent, entry.value)
+    return model
+
+
+def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor in a part of a model, those in nodes and in graphs of nodes as well."""
+    import onnx
+
+    if isinstance(message, onnx.TensorProto):
+        yield message
+        return
+
+    for description, value in message.ListFields():
+        if description.message_type is None:
+            continue
+        for inner in [value] if hasattr(value, "ListFields") else value:
+            if hasattr(inner, "ListFields"):
+                yield from _tensors(inner)

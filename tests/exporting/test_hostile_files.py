@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.cli.app import main
 from normswap.errors import SourceError
-from normswap.exporting import pt2_file
+from normswap.exporting import coreml_file, onnx_file, pt2_file
 from normswap.exporting.pt2_expressions import NotAllowedError, checked_size, require_guard
 from normswap.exporting.pt2_program import require_operator
 from normswap.storage import checkpoint
@@ -784,6 +784,68 @@ def test_other_guards_are_refused(text: str) -> None:
 )
 def test_operators_on_tensors_and_sizes_are_known(target: str) -> None:
     require_operator(target)
+
+
+# Files of other formats read nothing outside of their folder.
+
+
+def external_weight(file: Path, location: str) -> None:
+    """Write an ONNX file whose weight lies in another file, at this path."""
+    import onnx
+
+    weight = onnx.TensorProto(name="w", data_type=1, dims=[4], data_location=1)
+    weight.external_data.add(key="location", value=location)
+    inner = onnx.helper.make_node("Constant", [], ["c"], value=weight)
+    body = onnx.helper.make_graph([inner], "body", [], [])
+    node = onnx.helper.make_node("If", ["x"], ["y"], then_branch=body, else_branch=body)
+    graph = onnx.helper.make_graph([node], "graph", [], [])
+    onnx.save(onnx.helper.make_model(graph), file)
+
+
+@pytest.mark.parametrize("location", ["../secret", "/etc/passwd", "link", "a/../../secret"])
+def test_an_onnx_file_takes_no_weight_from_outside(
+    location: str, tmp_path: Path, capfd: Capture
+) -> None:
+    (tmp_path / "secret").write_bytes(bytes(16))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "secret")
+    file = folder / "a.onnx"
+    external_weight(file, location)
+
+    message = refuse(file, "inspect", capfd)
+
+    assert location in message
+    assert "outside of its folder" in message
+
+
+def test_an_onnx_file_takes_weights_from_its_folder(tmp_path: Path) -> None:
+    file = tmp_path / "a.onnx"
+    external_weight(file, "weights.bin")
+
+    assert onnx_file.nodes(file) == {"If": 1}
+
+
+@pytest.mark.parametrize("path", ["../../secret", "/etc/passwd", "link/model.mlmodel"])
+def test_a_core_ml_package_names_no_file_outside(path: str, tmp_path: Path) -> None:
+    package = tmp_path / "a.mlpackage"
+    (package / "Data").mkdir(parents=True)
+    if path.startswith("link"):
+        (package / "Data" / "link").symlink_to(tmp_path)
+    (package / "Manifest.json").write_text(json.dumps({"itemInfoEntries": {"x": {"path": path}}}))
+
+    with pytest.raises(SourceError, match="outside of its folder"):
+        coreml_file.require_own_files(package)
+
+
+def test_a_core_ml_package_names_its_own_files(tmp_path: Path) -> None:
+    package = tmp_path / "a.mlpackage"
+    (package / "Data" / "model").mkdir(parents=True)
+    (package / "Data" / "model" / "model.mlmodel").write_bytes(b"")
+    entries = {"x": {"path": "model/model.mlmodel"}}
+    (package / "Manifest.json").write_text(json.dumps({"itemInfoEntries": entries}))
+
+    coreml_file.require_own_files(package)
 
 
 def test_a_long_value_is_quoted_in_one_short_line(tmp_path: Path, capfd: Capture) -> None:
