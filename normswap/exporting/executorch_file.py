@@ -1,9 +1,9 @@
-"""ExecuTorch: a .pte program for phones, in which XNNPACK computes all that it takes and portable
-kernels the rest.
+"""ExecuTorch: a .pte program for phones.
 
-The method `normswap` returns the metadata. int8 is ExecuTorch's PT2E quantizer for XNNPACK. Weights
-have 8 bits: XNNPACK adds products of bytes in 32 bits on every CPU. ExecuTorch's tracer gives no
-value from inside XNNPACK's graph.
+XNNPACK computes all that it takes, portable kernels the rest. The method `normswap` returns the
+metadata. int8 is ExecuTorch's PT2E quantizer for XNNPACK. Weights have 8 bits: XNNPACK adds
+products of bytes in 32 bits on every CPU. ExecuTorch's tracer gives no value from inside XNNPACK's
+graph.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _traced(contents: FileContents) -> ExportedProgram:
-    """The network as torch.export records it, with constants, which a file would compute at each
-    run.
-    """
+    """Return the network as torch.export records it, with constants that are computed once."""
     return pt2_file.traced(contents, simpler_graph.with_constants(contents))
 
 

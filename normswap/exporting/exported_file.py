@@ -1,5 +1,6 @@
-"""An exported file as a MODEL: found by its ending, opened in its runtime, called as a network is,
-held to another.
+"""An exported file as a MODEL.
+
+It is found by its ending, opened in its runtime, called as a network is, and held to another.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ from normswap.provenance import Provenance
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file for another runtime, with its metadata and its sidecar, which is empty for others'
-    files.
+    """A file for another runtime.
+
+    Args:
+        file: The path of the file.
+        form: The format of the file.
+        metadata: The texts that the exporter wrote into the file, by name.
+        body: The record of the sidecar; empty if normswap did not write the file.
     """
 
     file: Path
@@ -40,14 +46,18 @@ class ExportedFile:
 
     @classmethod
     def find(cls, name: str) -> ExportedFile | None:
-        """The file that MODEL names, or None; raises OptionError: its package is missing;
-        SourceError: unreadable.
+        """Return the file that MODEL names, or None if it names no exported file.
+
+        Raises:
+            OptionError: A package that reads the format is not installed.
+            SourceError: The file is unreadable, or holds something that could run code.
         """
         file = Path(name)
         if file.suffix.lower() not in kinds.EXPORTED:
             return None
         if not kinds.exported(file):
             return None
+
         form = formats.choose(file, None)
         try:
             noted = form.functions.metadata(file)
@@ -58,11 +68,12 @@ class ExportedFile:
             raise SourceError(
                 f"{file} is no readable {form.name} file", first_line(error)
             ) from None
+
         return cls(file, form, metadata, sidecar.body_of(file, metadata))
 
     @property
     def precision(self) -> str:
-        """The precision of its weights, as far as the file says it."""
+        """The precision of the weights; fp32 if the file does not say it."""
         return self.metadata.get("dtype", "fp32")
 
     @property
@@ -71,7 +82,7 @@ class ExportedFile:
         return "normalize" in self.body
 
     def described(self) -> Body:
-        """The file as plain records, read without running it."""
+        """Return what the file holds as plain records, read without running it."""
         form = self.form
         nodes = self.form.functions.nodes(self.file)
         figures = {"format": form.name, "bytes": form.size(self.file), "nodes": nodes}
@@ -83,13 +94,14 @@ class ExportedFile:
         }
 
     def network(self) -> nn.Module:
-        """The file as a network, with the preprocessing of its images and the meaning of its
-        answers.
+        """Return the file as a network that says how its images are prepared.
 
-        Raises SourceError: it does not state these, or takes more than images; otherwise as
-        `opened`.
+        Raises:
+            SourceError: The file does not say how, or takes more than images.
+            OptionError, VerificationError: As `opened`.
         """
         self._require_images()
+
         image_input = self.body["input"]
         normalization = self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
         labels = self.body["output"]["labels"]
@@ -101,6 +113,7 @@ class ExportedFile:
         record["input_size"] = tuple(image_input["size"])
         if labels is not None:
             record |= {"num_classes": len(labels), "label_names": labels}
+
         probabilities = self.body["output"]["name"] == "probabilities"
         network = FileNetwork(
             self.opened(), image_input["batch"], probabilities=probabilities
@@ -108,8 +121,11 @@ class ExportedFile:
         return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
 
     def opened(self) -> Runs:
-        """The file in its runtime; raises OptionError: not on this system; VerificationError: it
-        rejects the file.
+        """Return the file in its runtime, a function from inputs to answers.
+
+        Raises:
+            OptionError: This system has no such runtime.
+            VerificationError: The runtime rejects the file.
         """
         if not self.form.runs_here:
             raise OptionError(
@@ -120,8 +136,10 @@ class ExportedFile:
 
     @property
     def shape(self) -> tuple[int | None, tuple[int, ...]]:
-        """How many images it takes at once (None: any), and their size (C, H, W); raises
-        SourceError: it says none.
+        """The number of images at a time, None if it is free, and their size (C, H, W).
+
+        Raises:
+            SourceError: The file does not say them.
         """
         if not self.takes_images:
             self._require_images()
@@ -131,10 +149,11 @@ class ExportedFile:
         return batch, tuple(size)
 
     def request(self, model: nn.Module) -> ExportRequest:
-        """The request to export `model` as this file.
+        """Return the request that exports `model` as this file.
 
-        Raises SourceError: the file does not say how it was made; OptionError: the network takes
-        other images.
+        Raises:
+            SourceError: The file does not say how it was made.
+            OptionError: The network takes other images.
         """
         dtype = self.precision
         inputs = self.body.get("inputs")
@@ -144,6 +163,7 @@ class ExportedFile:
                 self.form.name, dtype, dynamic_batch=inputs[0]["shape"][0] is None
             )
             return ExportRequest.of(for_inputs(model, stated), self.file, self.form, None, settings)
+
         batch, size = self.shape
         settings = FileSettings(
             format=self.form.name,
@@ -153,6 +173,7 @@ class ExportedFile:
             normalize=self.body["normalize"] is None,
             softmax=self.body.get("output", {}).get("name") == "probabilities",
         )
+
         return ExportRequest.of(for_size(model, size), self.file, self.form, None, settings)
 
     def _require_images(self) -> None:
@@ -168,11 +189,20 @@ class ExportedFile:
 
 
 def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = None) -> Figures:
-    """Compare a file with a network on the same images, as in `export`; `Figures.passed`: it is the
-    network's file.
+    """Compare a file with a network on the same images, as `export` does.
 
-    Raises SourceError: the file does not say how it was made; OptionError, VerificationError: the
-    network or the file does not run on the images, or the file not on this system.
+    Args:
+        exported: The file.
+        model: The network that the file should compute.
+        images: Batches to compare on; smooth noise if there are none.
+
+    Returns:
+        The distance between them. `Figures.passed` says whether it is the network's file.
+
+    Raises:
+        SourceError: The file does not say how it was made.
+        OptionError: The network does not run on the images, or the file not on this system.
+        VerificationError: The file does not run on the images.
     """
     runs = exported.opened()
     request, _ = exported.request(model).answered()
@@ -183,14 +213,20 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     batches, described = request.batches(images)
     reference = request.reference(rounded)
     inside = exporter.inside(request, exported.file, rounded)
+
     return checks.check(
         reference, runs, batches, dtype=dtype, described=described, refuse=False, inside=inside
     )
 
 
 class FileNetwork(nn.Module):
-    """From images (N, C, H, W) to the file's answer (log-probabilities as scores), at most `batch`
-    images at a time.
+    """A file as a module, from images (N, C, H, W) to the file's answer.
+
+    Args:
+        runs: The file in its runtime.
+        batch: The number of images that the file takes at a time; None if it is free.
+        probabilities: Whether the file gives probabilities. The module then gives their logarithms,
+            which are scores as a network gives them.
     """
 
     def __init__(self, runs: Runs, batch: int | None, *, probabilities: bool) -> None:

@@ -22,17 +22,20 @@ from normswap.models.modes import hooked
 
 
 class Shipped(nn.Module):
-    """A network with the signature's inputs and outputs in float32: by default images (N, C, H, W)
-    to (N, classes).
+    """A network as a file holds it, with inputs and outputs in float32.
+
+    By default images (N, C, H, W) go in and scores (N, classes) come out.
 
     Args:
-        network: a folded network, in float32.
-        normalization: mean and std, (C, 1, 1) each, where it takes pixels in 0..1 and normalizes
-            them itself.
-        softmax: give probabilities.
+        network: A folded network, in float32.
+        signature: The names of inputs and outputs, and how the network is called with them.
+        normalization: The mean and the standard deviation, (C, 1, 1) each, of a network that takes
+            pixels in 0..1 and normalizes them itself.
+        softmax: Whether it gives probabilities.
 
     Attributes:
-        dtype: of its arithmetic; stored: of its weights in the file, which holds them exactly.
+        dtype: The type of its arithmetic.
+        stored: The type of its weights in the file, which holds them exactly.
     """
 
     mean: Tensor | None
@@ -57,14 +60,16 @@ class Shipped(nn.Module):
         self.eval().requires_grad_(False)
 
     def around(self, network: nn.Module) -> Shipped:
-        """The same, with another network inside, in float32."""
+        """Return the same with another network inside, in float32."""
         return Shipped(
             network, self.signature, normalization=self.normalization, softmax=self.softmax
         )
 
     def in_half(self, dtype: torch.dtype) -> Shipped:
-        """Change to float16, or to bfloat16 for weights alone, with arithmetic in float32; returns
-        itself.
+        """Change to half precision, in place, and return itself.
+
+        Args:
+            dtype: float16, for weights and arithmetic; or bfloat16, for weights alone.
         """
         self.stored = dtype
         if dtype == torch.float16:
@@ -78,8 +83,9 @@ class Shipped(nn.Module):
 
     @torch.no_grad()
     def rounded(self, dtype: torch.dtype) -> Shipped:
-        """A copy that computes in float32 with weights, and for float16 layers' outputs, rounded to
-        `dtype`.
+        """Return a copy that computes in float32 with weights rounded to `dtype`.
+
+        For float16, the outputs of its layers are rounded as well.
         """
         twin = copy.deepcopy(self.network)
         for tensor in twin.parameters():
@@ -109,11 +115,17 @@ class Shipped(nn.Module):
 
 @torch.no_grad()
 def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False) -> None:
-    """Add E[(W - rounded W) x] to each bias, in place, x in float32 (Nagel et al. 2019, section
-    4.2).
+    """Add the mean of what rounding the weights loses to each bias, in place.
 
-    The mean is over images, in batches of one size. A layer that does not compute what its weight
-    says keeps its bias.
+    The bias grows by E[(W - rounded W) x], with x in float32 and the mean over images, in batches
+    of one size. A layer that does not compute what its weight says keeps its bias.
+
+    Args:
+        network: The network, in float32.
+        how: The images, and the bits of a weight.
+        halves: Whether the quantizer writes 7-bit weights for every layer except depthwise ones.
+
+    Source: Nagel et al. 2019, section 4.2.
     """
     shifts: dict[nn.Module, list[Tensor]] = {}
 
@@ -150,7 +162,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
 
 
 def _rounded(layer: nn.Module, levels: float) -> Tensor:
-    """The weight as a quantizer rounds it: to multiples of a step for each output channel."""
+    """Return the weight as a quantizer rounds it: to multiples of a step per output channel."""
     step = _step(layer, levels)
     return (layer.get_parameter("weight") / step).round() * step
 
@@ -165,11 +177,16 @@ def _step(layer: nn.Module, levels: float) -> Tensor:
 
 @torch.no_grad()
 def first_missing(network: nn.Module, content: bytes, example: Example, dtype: str) -> str:
-    """The first weight or bias, in the order in which layers run, whose bytes are nowhere in a
-    file; empty: none.
+    """Return the path of the first weight or bias whose bytes are nowhere in a file; empty: none.
 
-    A file may have output or input channels last. In int8, whose biases have steps that images set,
-    the weights alone.
+    A file may have output or input channels last. In int8 only weights are looked for, as the steps
+    of biases depend on images.
+
+    Args:
+        network: The network that the file should hold.
+        content: The bytes of the file.
+        example: A call of the network, which tells the order in which its layers run.
+        dtype: The precision of the file.
     """
     layers: dict[nn.Module, str] = {
         m: path for path, m in network.named_modules() if isinstance(m, LINEAR)
@@ -179,6 +196,7 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
         [layer.register_forward_pre_hook(lambda layer, _: run.append(layer)) for layer in layers]
     ):
         example.call(network)
+
     for layer in dict.fromkeys(run):
         for name, tensor in layer.named_parameters(recurse=False):
             if dtype == "int8" and name == "bias":
@@ -190,6 +208,7 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
             orders = (stored, *(stored.movedim(dim, -1) for dim in range(min(tensor.ndim, 2))))
             if not any(order.numpy().tobytes() in content for order in orders):
                 return f"{layers[layer]}.{name}"
+
     return ""
 
 
@@ -204,8 +223,10 @@ class FileContents:
     """The input of a format's writer.
 
     Args:
-        example: the inputs for tracing: images (N, C, H, W), or all that it takes.
-        dynamic: for any number of samples at a time.
+        network: The network to write.
+        example: The inputs for tracing: images (N, C, H, W), or all that the network takes.
+        dynamic: Whether the file takes any number of samples at a time.
+        metadata: The texts to write into the file, by name.
     """
 
     network: Shipped
@@ -215,15 +236,16 @@ class FileContents:
 
     @property
     def in_float32(self) -> FileContents:
-        """The same with weights in float32, for a tool that halves them by itself."""
+        """The same contents with weights in float32, for a tool that halves them by itself."""
         if self.network.dtype != torch.float16:
             return self
         return replace(self, network=self.network.around(self.network.network.float()))
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:
-        """For torch.export: one free first dimension of all inputs; None where the number of
-        samples is fixed.
+        """The free dimensions for torch.export: the first one of all inputs.
+
+        None if the number of samples is fixed.
         """
         if not self.dynamic:
             return None

@@ -1,5 +1,6 @@
-"""`normswap.export`: one file that holds the folded network, proven in its own runtime before it
-gets its name.
+"""`normswap.export` writes the folded network as one file.
+
+The file is run in its own runtime, against the network, before it gets its name.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ _REMARKS = {"bf16": "weights are stored in bf16; the arithmetic is fp32"}
 
 @dataclass(frozen=True)
 class Exported:
-    """A written file.
+    """A file that `export` wrote.
 
     Args:
         file: The file's path.
@@ -133,6 +133,7 @@ def export(
             f"export has no option {', '.join(unknown)}",
             f"there are {', '.join(FileOptions.__annotations__)}",
         )
+
     start = time.perf_counter()
     settings = FileSettings(**options)
     file = Path(path)
@@ -141,6 +142,7 @@ def export(
     request = ExportRequest.of(model, file, form, inputs, settings)
     how = request.quantization(calibrate, images)
     request, answers = request.answered()
+
     log("folding")
     network = folded(request)
     rounded = network.rounded(HALVES[dtype]) if dtype in HALVES else None
@@ -152,6 +154,7 @@ def export(
         )
     if dtype in HALVES:
         network = network.in_half(HALVES[dtype])
+
     assumed = "" if request.inputs and not request.imaged else assumption(request.source)
     notes = tuple(
         filter(None, (_cast(model, dtype), _REMARKS.get(dtype), form.notes.get(dtype), assumed))
@@ -160,9 +163,11 @@ def export(
     if how:
         correct_biases(network, how, halves=form.halves)
         quantized = {"calibrated_on": sum(map(len, how.images)), "weight_bits": how.weight_bits}
+
     body = _body(request, answers)
     metadata = sidecar.metadata(request.source, body, dtype)
     contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)
+
     figures = None
     parts = form.files(file)[1:]
     beside = formats.sidecar_of(file)
@@ -186,39 +191,51 @@ def export(
         )
         nodes = form.functions.nodes(aside)
         sidecar.write(aside, body)
+
+    named = body.get("inputs", ())
     return Exported(
-        file,
-        parts,
-        beside,
-        form.name,
-        dtype,
-        request.size,
-        contents.dynamic,
-        figures,
-        nodes,
-        form.size(file),
-        notes,
-        time.perf_counter() - start,
-        quantized or None,
-        noise_only,
-        tuple(
-            f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in body.get("inputs", ())
-        ),
+        file=file,
+        parts=parts,
+        sidecar=beside,
+        format=form.name,
+        dtype=dtype,
+        input_size=request.size,
+        dynamic_batch=contents.dynamic,
+        figures=figures,
+        nodes=nodes,
+        bytes=form.size(file),
+        notes=notes,
+        seconds=time.perf_counter() - start,
+        quantized=quantized or None,
+        noise_only=noise_only,
+        inputs=tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in named),
     )
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """The folded network, rounded as the file is, and all that the file computes, or its bytes
-    where nobody sees it.
+    """Return a function that gives the folded network and what the file computes on its way.
+
+    Args:
+        request: The request that the file was written for.
+        file: The path of the file.
+        rounded: The folded network with its numbers rounded to the file's precision. It is folded
+            anew if there is none.
+
+    Returns:
+        A function. It gives the file's bytes where the runtime tells no values from inside.
     """
-    content = (
-        partial(request.form.open, file, inside=True) if request.form.inside else file.read_bytes
-    )
-    return lambda: ((rounded or folded(request)).network, content())
+
+    def network_and_file() -> tuple[nn.Module, formats.Runs | bytes]:
+        network = rounded or folded(request)
+        if request.form.inside:
+            return network.network, request.form.open(file, inside=True)
+        return network.network, file.read_bytes()
+
+    return network_and_file
 
 
 def _cast(model: object, dtype: str) -> str:
-    """A note where the network has another precision than the file computes in."""
+    """Return a note if the network has another precision than the file computes in, else ''."""
     own = calling.anchor(network_input.require_module(model)).dtype
     arithmetic = _ARITHMETIC[dtype]
     if own in (torch.float32, HALVES.get(arithmetic)):
@@ -230,7 +247,7 @@ def _cast(model: object, dtype: str) -> str:
 
 
 def folded(request: ExportRequest) -> Shipped:
-    """Fold the network, with normalization and softmax as requested, in float32."""
+    """Return the folded network in float32, with normalization and softmax as requested."""
     settings = request.settings
     network = fold_for_export(request.network)
     normalization = request.normalization if settings.normalize else None
@@ -240,14 +257,14 @@ def folded(request: ExportRequest) -> Shipped:
 
 
 def fold_for_export(network: Network) -> nn.Module:
-    """A folded copy of its module, verified as every conversion is; a plain copy where there is
-    nothing to fold.
+    """Return a folded copy of the network's module; a plain copy where there is nothing to fold.
 
-    Unlike `convert --to folded`, it need not keep the features that the classifier reads, so the
-    last norm's scale and shift move into the classifier.
+    The copy is verified as every conversion is. Unlike `convert --to folded`, it need not keep the
+    features that the classifier reads, so the last norm's scale and shift move into the classifier.
 
-    Raises TraceError, RefusedError: it cannot be folded; VerificationError: the copy computes
-    something else.
+    Raises:
+        TraceError, RefusedError: The network cannot be folded.
+        VerificationError: The copy computes something else.
     """
     model = network.module
     try:
@@ -263,9 +280,11 @@ def fold_for_export(network: Network) -> nn.Module:
         ):
             raise
         return copy.deepcopy(model).eval()
+
     builder = schemes.get("folded").plan(anatomy)
     if not (builder.replacements or builder.linears or builder.refusals):
         return copy.deepcopy(model).eval()
+
     result = carrying_out.carry_out(network, conversion.plan_step(anatomy, "folded")[0])
     merging = schemes.get("merged-branches")
     if merging.plan(anatomy).replacements:
@@ -275,9 +294,11 @@ def fold_for_export(network: Network) -> nn.Module:
 
 
 def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
+    """Return the sidecar's record, from the network's answers by name."""
     settings = request.settings
     signature = request.signature
     dynamic = settings.dynamic_batch
+
     images = sidecar.body(
         request.source,
         request.size,
@@ -288,6 +309,7 @@ def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
     precision = {"weights": settings.dtype, "arithmetic": _ARITHMETIC[settings.dtype]}
     if not request.inputs:
         return {**images, "precision": precision}
+
     plain = sidecar.plain_body(signature, request.traced_on, answers, dynamic=dynamic)
     prepared = {name: images[name] for name in ("resize", "normalize") if request.imaged}
     return {**plain, **prepared, "precision": precision}

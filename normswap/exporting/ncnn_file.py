@@ -1,5 +1,6 @@
-"""ncnn: FILE.param with FILE.bin beside it, made from a traced network by pnnx, for phones and
-boards.
+"""ncnn: FILE.param with FILE.bin beside it, for phones and boards.
+
+pnnx makes them from a traced network.
 
 ncnn has no dimension for the number of images, and takes one at a time. Its reader stops after the
 last layer of FILE.param; the metadata follow there.
@@ -38,6 +39,7 @@ def write(contents: FileContents, file: Path) -> None:
         or_simpler(whole, lambda network: _convert(network, whole.example, place, half=half))
         layers = _named(place.read_text(encoding="utf-8"), signature)
         shutil.copyfile(place.with_suffix(".bin"), file.with_suffix(".bin"))
+
     order = {"inputs": " ".join(signature.inputs), "outputs": " ".join(signature.outputs)}
     noted = [
         f"{_MARK}{key} {json.dumps(value)}" for key, value in {**contents.metadata, **order}.items()
@@ -66,19 +68,23 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
 
 
 def _named(text: str, signature: Signature) -> list[str]:
+    """Return the lines of a graph with the signature's names of inputs and outputs."""
     names = {f"in{i}": name for i, name in enumerate(signature.inputs)}
     names |= {f"out{i}": name for i, name in enumerate(signature.outputs)}
     magic, count, *layers = text.splitlines()
     lines = [magic, count]
+
     for layer in layers:
         words = layer.split()
         blobs = slice(4, 4 + int(words[2]) + int(words[3]))
         words[blobs] = [names.get(blob, blob) for blob in words[blobs]]
         lines.append(" ".join(words))
+
     return lines
 
 
 def _missing(file: Path) -> str:
+    """Return the sentence on layers that ncnn does not have; empty if it has all of them."""
     import ncnn
 
     kinds = [kind for kind in nodes(file) if ncnn.layer_to_index(kind) < 0]

@@ -1,5 +1,6 @@
-"""OpenVINO: FILE.xml with FILE.bin beside it, made from the ONNX file of the same network; in int8
-by NNCF.
+"""OpenVINO: FILE.xml with FILE.bin beside it, made from the ONNX file of the same network.
+
+NNCF makes the file in int8.
 
 With weights of 7 bits the file computes the same on every CPU; with 8, layers that are not
 depthwise may saturate on CPUs without VNNI (`OverflowFix`). NNCF's own bias correction is off: it

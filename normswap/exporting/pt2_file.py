@@ -40,24 +40,32 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
-    """The network, or what was made of it, as torch.export records it; a RefusedError where it
-    cannot.
+    """Return a network as torch.export records it.
+
+    Args:
+        contents: The contents of the file, which say what the network is traced on.
+        network: The network of the contents, or one that was made of it.
+
+    Raises:
+        RefusedError: torch.export cannot express it.
     """
     with refusing("torch.export cannot express the network"):
         program = torch.export.export(
             network, contents.example, dynamic_shapes=contents.dynamic_shapes
         )
+
     for node in list(program.graph.nodes):
         for key in _HISTORY:
             node.meta.pop(key, None)
         # The assertion that a cast weight has its dtype is no operator of a file.
         if node.target is _ATEN._assert_tensor_metadata.default:
             program.graph.erase_node(node)
+
     return program
 
 
 def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
-    """Write it, with the metadata as extra files of the archive."""
+    """Write the program, with the metadata as extra files of the archive."""
     # torch's own writer ends the process when the disk is full.
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files=dict(contents.metadata))
@@ -92,7 +100,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -> fx.GraphModule:
-    """An exported module in int8, its ranges read off images."""
+    """Return an exported module in int8, with the ranges that it has on images."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     watched = prepare_pt2e(module, quantizer)
@@ -103,11 +111,13 @@ def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -
 
 
 def quantization_config(activations: torch.dtype, levels: int) -> object:
-    """The quantizers' own settings, but with ranges over all images, and the weights' levels and
-    least step.
+    """Return the quantizers' own settings, with ranges over all images and a smaller least step.
 
-    The usual least step, 2^-12, would round a channel of small weights to 0. `activations`: signed
-    or unsigned bytes; `levels`: of weights, on either side of 0.
+    The usual least step, 2^-12, would round a channel of small weights to 0.
+
+    Args:
+        activations: The type of activations, signed or unsigned bytes.
+        levels: The largest weight in steps, on either side of 0.
     """
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec

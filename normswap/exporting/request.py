@@ -30,16 +30,20 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The request to `export`.
+    """A request to `export`, checked before any work.
 
     Args:
-        source: a copy on the CPU, in float32 and eval mode.
-        size: (C, H, W) of the images, or of the first of the inputs.
-        config: the preprocessing of images.
-        inputs: calls with all inputs of a file that gives all outputs; none for images in and one
-            answer out.
-        imaged: these inputs are images, for which the network gives more than one answer.
-        drawn: the values of these inputs are random.
+        source: A copy of the network on the CPU, in float32 and eval mode.
+        file: The path to write.
+        form: The format of the file.
+        settings: The options of the file.
+        size: The size (C, H, W) of an image, or of the first of the inputs.
+        config: The preprocessing of images.
+        signature: The names of what goes in and comes out.
+        inputs: Calls with all inputs, of a file that gives all outputs. It is empty where images go
+            in and one answer comes out.
+        imaged: Whether these inputs are images, for which the network gives several answers.
+        drawn: Whether the values of these inputs are random.
     """
 
     source: nn.Module
@@ -62,11 +66,12 @@ class ExportRequest:
         inputs: Inputs,
         settings: FileSettings,
     ) -> ExportRequest:
-        """The request, checked; raises OptionError as `export` does."""
+        """Return the request of `export`'s arguments; raises OptionError as `export` does."""
         network = network_input.require_module(model)
         network_input.check_values(network)
         source = copy.deepcopy(network).cpu().float().eval()
         config = sidecar.config(source)
+
         drawn = inputs is None
         if inputs is None:
             inputs = network_input.drawn_calls(source)
@@ -74,6 +79,8 @@ class ExportRequest:
                 inputs = network_input.DrawnCalls(
                     [network_input.noise(source, config["input_size"], batch=2)]
                 )
+
+        # With inputs, all tensors of the network are the file's.
         if inputs is not None:
             _require_plain(settings)
             calls = tuple(call.like(source) for call in calling.batches(inputs))
@@ -81,12 +88,14 @@ class ExportRequest:
             return cls(
                 source, file, form, settings, calls[0].size, config, whole, calls, drawn=drawn
             )
+
         size = tuple(settings.input_size or config["input_size"])
         if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
             raise OptionError(
                 f"input size {','.join(map(str, size))}",
                 "it is C,H,W: three positive whole numbers",
             )
+
         encoder = getattr(source, "num_classes", None) == 0
         if settings.softmax and encoder:
             raise OptionError("the network has no classifier", "a softmax needs classes")
@@ -97,8 +106,9 @@ class ExportRequest:
 
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
-        """The inputs for tracing: two samples for a free dimension, as torch.export takes 1 for a
-        constant.
+        """The inputs for tracing.
+
+        They are two samples where the number is free, as torch.export takes 1 for a constant.
         """
         count = 1 + self.settings.dynamic_batch
         if not self.inputs:
@@ -107,14 +117,14 @@ class ExportRequest:
 
     @property
     def example(self) -> Example:
-        """A call to look at the network with."""
+        """A call of the network, to see what it gives."""
         if self.inputs:
             return self.inputs[0]
         return self.signature.form.of(self.pictures(count=4))
 
     @property
     def normalization(self) -> tuple[Tensor, Tensor]:
-        """mean and std (C, 1, 1) of the images that the source takes."""
+        """The mean and standard deviation, (C, 1, 1) each, of images that the source takes."""
         mean, std = (
             torch.tensor(list(self.config[key]), dtype=torch.float64)
             .expand(self.size[0])
@@ -125,15 +135,17 @@ class ExportRequest:
         return mean, std
 
     def pictures(self, count: int = 16) -> Tensor:
-        """Smooth noise in 0..1, normalized (count, C, H, W), as the source takes images."""
+        """Return smooth noise (count, C, H, W), normalized as the source takes images."""
         mean, std = self.normalization
         return (torch.sigmoid(2 * pink(count, self.size, 0)) - mean) / std
 
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
-        """This request, or one for all outputs where none is the answer; and the network's outputs
-        by name.
+        """Return a request whose outputs the network gives, and these outputs by name.
 
-        Raises OptionError: the network does not run, or an option needs one answer.
+        It is this request, or one for all outputs where none of them is the answer.
+
+        Raises:
+            OptionError: The network does not run, or an option needs one answer.
         """
         settings = self.settings
         try:
@@ -142,12 +154,14 @@ class ExportRequest:
             special = settings.dtype == "int8" or settings.normalize or settings.softmax
             if self.inputs or special:
                 raise
+
         whole = _everything(self.source, self.example, settings.dynamic_batch)
         request = replace(self, signature=whole, inputs=(self.example,), imaged=True)
+
         return request, whole.answers(self.source, request.traced_on)
 
     def raw(self, images: Tensor) -> Tensor:
-        """From images as the source takes them to images as the file does."""
+        """Return images as the file takes them, from images as the source does."""
         if not self.settings.normalize:
             return images
         mean, std = self.normalization
@@ -156,10 +170,14 @@ class ExportRequest:
     def quantization(
         self, calibrate: Batches | None, images: Batches | None
     ) -> Quantization | None:
-        """The quantizer's input, for int8: from batches `calibrate`; `images` must be others, to
-        measure on.
+        """Return the quantizer's input for a file in int8, None for another precision.
 
-        Raises OptionError: something is missing, or does not go together.
+        Args:
+            calibrate: Batches that set the ranges.
+            images: Other batches, which the cost of int8 is measured on.
+
+        Raises:
+            OptionError: Batches are missing, or do not go together with the network or the file.
         """
         if self.settings.dtype != "int8":
             if calibrate is not None:
@@ -168,17 +186,20 @@ class ExportRequest:
                     remedy="Choose int8, or leave it out",
                 )
             return None
+
         if calibrate is None or images is None:
             what = "images to calibrate on" if calibrate is None else "other images to measure on"
             raise OptionError(
                 f"int8 needs {what}", remedy=f"Give {spelled('calibrate', metavar='DATA')}"
             )
+
         form = self.signature.form
         if form.kwargs or form.listed:
             raise OptionError(
                 "int8 is for networks that take images as one tensor, by position",
                 "this one does not",
             )
+
         batches = [x for x, _ in labelled(calibrate)]
         if not batches:
             raise OptionError("no images to calibrate on")
@@ -189,6 +210,7 @@ class ExportRequest:
                 raise OptionError(
                     f"images to calibrate on are {shown}", f"the file takes {taken}", remedy
                 )
+
         every = self.raw(torch.cat(batches))
         # The tools want batches of one size.
         even = next(size for size in range(min(_BATCH, len(every)), 0, -1) if not len(every) % size)
@@ -196,7 +218,11 @@ class ExportRequest:
         return Quantization(every.split(even if self.settings.dynamic_batch else 1), bits)
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
-        """The answers that the file must compute; `rounded`: the network in the file's precision."""
+        """Return the answers that the file must compute.
+
+        Args:
+            rounded: The network with its numbers rounded to the file's precision, if that is lower.
+        """
         anatomy = None
         with suppress(TraceError):
             anatomy = self.network.anatomy
@@ -206,32 +232,37 @@ class ExportRequest:
 
     @cached_property
     def network(self) -> Network:
-        """The record of the source."""
+        """The source with its inputs, as conversions take it."""
         return Network(self.source, list(self.inputs) or None, self.size)
 
     def on_noise(self, images: Batches | None) -> bool:
-        """Whether the file is checked on noise alone, not on images or inputs of the user's."""
+        """Whether the file is checked on noise alone, and not on images or inputs of the user."""
         return images is None and (not self.inputs or self.imaged or self.drawn)
 
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
-        """The inputs to check the file on (images, the inputs, or smooth noise), and their name in
-        reports.
+        """Return the inputs to check the file on, and their name in reports.
+
+        Args:
+            images: Batches of the user. Without them, the file is checked on the request's inputs,
+                or on smooth noise.
         """
         described = "given images"
         if self.on_noise(images):
             described = "random inputs, seed 0" if self.drawn else "smooth noise, seed 0"
         elif self.inputs:
             described = "given inputs"
+
         if self.inputs:
             calls: Batches = self.inputs
             if images is not None:
                 calls = (x for x, _ in labelled(images)) if self.imaged else images
             return self._calls(calls), described
+
         pairs = labelled(self.pictures() if images is None else images)
         return checks.split(pairs, singly=not self.settings.dynamic_batch), described
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
-        """The file's inputs, call by call; one sample each where their number is not free."""
+        """Yield the file's inputs, call by call: one sample each if their number is not free."""
         for batch in batches:
             example = self.signature.form.read(batch)[0].like(self.source)
             for call in [example] if self.settings.dynamic_batch else example.parted(1):
@@ -239,13 +270,14 @@ class ExportRequest:
 
 
 def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Batches of images, with their labels where they have some."""
+    """Yield batches of images, with their labels if they have some."""
     for batch in [images] if isinstance(images, Tensor) else images:
         x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
         yield x.float(), labels
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
+    """Return the signature of a file that takes and gives all tensors of the network."""
     whole = Signature.of(source, example.first(1 + dynamic_batch))
     if dynamic_batch and (example.first(2).count != 2 or example.listed):
         raise OptionError(
@@ -256,7 +288,7 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(settings: FileSettings) -> None:
-    """Raise OptionError for options of files that take images and give one answer."""
+    """Refuse options of files that take images and give one answer; raises OptionError."""
     asked = [name for name in ("input_size", "normalize", "softmax") if getattr(settings, name)]
     if settings.dtype == "int8":
         asked = ["int8"]

@@ -18,21 +18,24 @@ WHOLE_BITS = 8
 
 @dataclass(frozen=True)
 class FileSettings:
-    """How a file is to be written.
+    """The options of an exported file.
 
     Args:
-        format: onnx, openvino, pt2, ncnn, executorch, litert or coreml; by default that of the
-            file's ending.
-        dtype: fp32; fp16, for weights and arithmetic; bf16, for weights, with arithmetic in fp32
-            (in bf16 more than 1 answer in 1000 would change); int8, by the runtime's own quantizer.
-        dynamic_batch: any number of images at a time, else one.
-        input_size: (C, H, W); by default the network's own size.
-        normalize: the file takes pixels in 0..1, and subtracts the mean and divides by std itself.
-        softmax: the file gives probabilities.
-        weight_bits: of int8: 7, the same on every CPU, or 8, for CPUs that add products of bytes in
-            32 bits (x64 with VNNI, ARM with dot products); by default the fewest that the format
-            has.
-        force: replace a file that exists.
+        format: The format: onnx, openvino, pt2, ncnn, executorch, litert or coreml. By default the
+            file's ending says it.
+        dtype: The precision. fp16 holds for weights and arithmetic. bf16 holds for weights alone,
+            with arithmetic in fp32: in bf16 more than 1 answer in 1000 would change. int8 is
+            written by the runtime's own quantizer.
+        dynamic_batch: Whether the file takes any number of images at a time. Otherwise it takes
+            one.
+        input_size: The size (C, H, W) of an image. By default it is the network's own.
+        normalize: Whether the file takes pixels in 0..1, subtracts the mean and divides by the
+            standard deviation itself.
+        softmax: Whether the file gives probabilities.
+        weight_bits: The bits of an int8 weight. 7 give the same on every CPU. 8 are for CPUs that
+            add products of bytes in 32 bits: x64 with VNNI, ARM with dot products. The default is
+            the fewest that the format has.
+        force: Whether a file that exists is replaced.
     """
 
     format: str | None = None
@@ -60,12 +63,17 @@ class FileOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Quantization:
-    """The quantizer's input: batches (N, C, H, W) that set the ranges, and 7 or 8 bits for weights."""
+    """The input of a quantizer.
+
+    Args:
+        images: Batches (N, C, H, W) that set the ranges.
+        weight_bits: The bits of a weight, 7 or 8.
+    """
 
     images: Sequence[Tensor]
     weight_bits: int = SAFE_BITS
 
     @property
     def levels(self) -> int:
-        """The largest weight in quantization steps."""
+        """The largest weight, in quantization steps."""
         return {SAFE_BITS: 64, WHOLE_BITS: 127}[self.weight_bits]

@@ -25,13 +25,14 @@ class NoAnswerError(OptionError):
 
 @dataclass(frozen=True)
 class Signature:
-    """How a file is called.
+    """The inputs and outputs of a file, and the call of the network inside.
 
     Args:
-        form: how the network inside is called.
-        inputs, outputs: names, in order.
-        whole: all of the network's tensors go in and come out one by one; else images go in and the
-            answer comes out.
+        form: The call of the network, without its tensors.
+        inputs: The names of the file's inputs, in order.
+        outputs: The names of the file's outputs, in order.
+        whole: Whether all tensors of the network go in and come out, one by one. Otherwise images
+            go in and the answer comes out.
     """
 
     form: Example
@@ -41,13 +42,17 @@ class Signature:
 
     @classmethod
     def of_images(cls, model: nn.Module, output: str) -> Signature:
-        """Images (N, C, H, W) in, the answer out."""
+        """Return the signature of a file that takes images (N, C, H, W) and gives the answer."""
         return cls(form(model), (INPUT,), (output,))
 
     @classmethod
     def of(cls, model: nn.Module, example: Example) -> Signature:
-        """Every tensor in and out, by the names of dicts, records and arguments; raises
-        OptionError: no run.
+        """Return the signature of a file that takes and gives every tensor of the network.
+
+        The names are those of dicts, records and arguments.
+
+        Raises:
+            OptionError: The network does not run, or gives no tensor.
         """
         taken = _named(named_arguments(model, example), "input")
         with (
@@ -56,35 +61,39 @@ class Signature:
             torch.no_grad(),
         ):
             output = example.map(torch.clone).call(model)
+
         outputs = _named(output, "output")
         if not outputs:
             raise OptionError("the network gives no tensor", f"it gives a {type(output).__name__}")
+
         if twice := set(taken) & set(outputs):
             outputs = {
                 f"output_{name}" if name in twice else name: value
                 for name, value in outputs.items()
             }
+
         return cls(example.hollow, tuple(taken), tuple(outputs), whole=True)
 
     def example(self, tensors: Sequence[Tensor]) -> Example:
-        """The call of the network with what goes into the file."""
+        """Return the call of the network with the tensors that go into the file."""
         if not self.whole:
             return self.form.of(tensors[0])
         values = iter(tensors)
         return self.form.map(lambda _: next(values))
 
     def call(self, network: nn.Module, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The network's outputs for that, in the order of `outputs`."""
+        """Return the network's outputs for these tensors, in the order of `outputs`."""
         output = self.example(tensors).call(network)
         if not self.whole:
             return (answer(output),)
         return tuple(value for _, value in named_tensors(output))
 
     def answers(self, network: nn.Module, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The network's outputs by name, without gradients, floating-point values in float32.
+        """Return the network's outputs by name, without gradients, numbers in float32.
 
-        Raises OptionError: it does not run; NoAnswerError: it does not give one tensor with a row
-        per image.
+        Raises:
+            OptionError: The network does not run.
+            NoAnswerError: It does not give one tensor with a row per image.
         """
         try:
             with torch.no_grad():
@@ -94,6 +103,7 @@ class Signature:
         except Exception as error:
             what = f"an input of size {','.join(map(str, tensors[0].shape[1:]))}"
             raise OptionError(f"the network does not run on {what}", first_line(error)) from None
+
         if len(outputs) != len(self.outputs):
             raise OptionError(
                 f"the network gives {len(outputs)} tensors here and {len(self.outputs)} on the"
@@ -111,7 +121,12 @@ class Signature:
 
 
 def _named(value: object, alone: str) -> dict[str, Tensor]:
-    """Every tensor by the keys on the way to it; names without a word begin with `alone`."""
+    """Return every tensor in a value, named by the keys on the way to it.
+
+    Args:
+        value: A tensor, or dicts, lists and records of tensors.
+        alone: The beginning of a name that has no word of its own.
+    """
     named: dict[str, Tensor] = {}
     for name, tensor in named_tensors(value):
         key = name.replace(".", "_")
@@ -124,14 +139,14 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
 
 
 def together(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One tensor, or several, as several."""
+    """Return a tuple of tensors, from one tensor or several."""
     if isinstance(x, Tensor):
         return (x,)
     return tuple(x)
 
 
 def alone(values: Iterable[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """The only one, or all of them."""
+    """Return the only tensor, or a tuple of all of them."""
     several = tuple(values)
     if len(several) == 1:
         return several[0]

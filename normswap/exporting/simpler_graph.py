@@ -1,5 +1,6 @@
-"""The same network in operators that more tools have, for tools that refuse it, or compute
-constants at each run.
+"""The same network in operators that more tools have.
+
+Some tools refuse operators of torch.export's graph, or compute constants at each run.
 
 What depends on no input is computed once: the anchors of detectors, grids of positions, biases from
 tables. What a transformer takes from (N, L, 3 h d) by way of five dimensions becomes slices of the
@@ -32,9 +33,14 @@ _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
 def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
-    """Convert the network; the simpler one where `convert` raises RefusedError.
+    """Return what a tool makes of the network, or of the simpler one if it refuses the first.
 
-    Raises RefusedError: the tool reads neither; with its reason for the network itself.
+    Args:
+        contents: The network.
+        convert: The tool. It raises RefusedError where it cannot read a network.
+
+    Raises:
+        RefusedError: The tool reads neither. The reason is the one for the network itself.
     """
     try:
         return convert(copy.deepcopy(contents.network))
@@ -46,8 +52,10 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
 
 
 def simpler(contents: FileContents) -> fx.GraphModule:
-    """The network in operators that more tools have; a RefusedError where torch.export cannot
-    express it.
+    """Return the network in operators that more tools have.
+
+    Raises:
+        RefusedError: torch.export cannot express the network.
     """
     module = with_constants(contents)
     for node in list(module.graph.nodes):
@@ -58,10 +66,12 @@ def simpler(contents: FileContents) -> fx.GraphModule:
 
 
 def with_constants(contents: FileContents) -> fx.GraphModule:
-    """The network as torch.export records it, with constants in place of what depends on no input.
+    """Return the network as torch.export records it, with what depends on no input as constants.
 
-    A graph that writes into such a value stays as it is. Raises RefusedError: torch.export cannot
-    express it.
+    A graph that writes into such a value stays as it is.
+
+    Raises:
+        RefusedError: torch.export cannot express the network.
     """
     module = pt2_file.traced(contents, copy.deepcopy(contents.network)).module()
     assert isinstance(module, fx.GraphModule)
@@ -69,6 +79,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
         # Modules are torch's own checks of the inputs.
         if node.op == "call_module":
             module.graph.erase_node(node)
+
     constants = _constants(module)
     for count, (node, value) in enumerate(constants.items()):
         readers = [user for user in node.users if user not in constants]
@@ -84,6 +95,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
         for reader in readers:
             reader.args = _with({node: value}, reader.args)
             reader.kwargs = _with({node: value}, reader.kwargs)
+
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -91,7 +103,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
 
 @torch.no_grad()
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
-    """The values of the nodes that depend on no input; none of them where one is overwritten."""
+    """Return the values of all nodes that depend on no input; none if one is overwritten."""
     constants: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(
@@ -102,6 +114,7 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
             node.target, "tags", ()
         ):
             continue
+
         form = _form(node)
         read = [argument for argument in node.all_input_nodes if argument not in form]
         writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
@@ -114,6 +127,7 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
 
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
+    """Return an argument of which a node reads only shape and type, with a tensor of those."""
     if node.target not in _FORM:
         return {}
     tensor = node.args[_FORM[node.target]]
@@ -123,16 +137,20 @@ def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
 
 
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
+    """Return arguments with values in the place of the nodes that have one."""
     return fx.node.map_arg(args, lambda argument: values.get(argument, argument))
 
 
 def _as_slices(node: fx.Node) -> None:
-    """Replace, by slices: (N, L, 3 h d) -> (N, L, 3, h, d) -> (3, N, h, L, d) -> three times (N, h,
-    L, d).
+    """Replace a reshape to five dimensions, of which parts are taken, by slices, in place.
+
+    A transformer makes queries, keys and values by (N, L, 3 h d) -> (N, L, 3, h, d) ->
+    (3, N, h, L, d) -> three times (N, h, L, d). Nothing is done if the node is none of these.
     """
     picked = _picked(node)
     if not picked:
         return
+
     source = node.all_input_nodes[0]
     order = list(range(node.all_input_nodes[0].meta["val"].ndim))
     if source.target is _ATEN.permute.default:
@@ -140,12 +158,14 @@ def _as_slices(node: fx.Node) -> None:
         source = source.all_input_nodes[0]
     if source.target not in _RESHAPES:
         return
+
     tensor = source.all_input_nodes[0]
     sizes = list(source.meta["val"].shape)
     axis = order[argument(node, 1, "dim", default=0)]
     *outer, length = tensor.meta["val"].shape
     if sizes[:axis] != outer:
         return
+
     width = length // sizes[axis]
     other_sizes = sizes[:axis] + sizes[axis + 1 :]
     turned = [dim - (dim > axis) for dim in order if dim != axis]
@@ -163,6 +183,7 @@ def _as_slices(node: fx.Node) -> None:
 
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:
+    """Return the nodes that take one part of a dimension, with the number of that part."""
     if node.target is _ATEN.select.int:
         return {node: cast(int, node.args[2])}
     if node.target is _ATEN.unbind.int and all(

@@ -60,7 +60,7 @@ def test_no_run_computes_what_depends_on_no_input(tmp_path: Path) -> None:
 
 
 def test_nothing_is_printed(tmp_path: Path) -> None:
-    """ExecuTorch says what it finds of the processor when it runs for the first time in a process."""
+    """ExecuTorch prints what it finds of the processor, at its first run in a process."""
     program = "import sys, torch, normswap; from normswap.exporting import executorch_file\n"
     program += "from pathlib import Path; file = Path(sys.argv[1]) / 'net.pte'\n"
     program += "normswap.export(torch.nn.Conv2d(3, 4, 3).eval(), file, input_size=(3, 8, 8))\n"

@@ -1,4 +1,4 @@
-"""`normswap export --precision int8`: from end to end on the demo's network, and what it refuses."""
+"""`normswap export --precision int8`, end to end on the demo's network, and its refusals."""
 
 import copy
 import json

@@ -42,9 +42,11 @@ SIZES = {
     "large and tall": (131, 260),
 }  # (width, height), beside the images as they are
 # in a frame, so that the page itself stays as it is shown
-WATCH = """<!doctype html><link rel="icon" href="data:,"><iframe src="index.html?{query}"></iframe><script>
+WATCH = """<!doctype html><link rel="icon" href="data:,"><iframe src="index.html?{query}"></iframe>
+<script>
 setInterval(() => {{
-  const page = document.querySelector("iframe").contentDocument, found = [...page.querySelectorAll("figure")];
+  const page = document.querySelector("iframe").contentDocument;
+  const found = [...page.querySelectorAll("figure")];
   const text = page.querySelector("main")?.lastChild?.data;
   const lines = (one) => [...one.querySelectorAll("li")].map((line) => line.textContent);
   if (text) console.log("FAILED " + text + " END");
@@ -152,7 +154,7 @@ def answers(file: Path, image: Path) -> dict[str, float]:
 
 
 def shaken(file: Path, image: Path) -> float:
-    """How far one pixel in a hundred, rounded the other way, moves an answer of the file in Python."""
+    """How far an answer in Python moves if one pixel in a hundred is rounded the other way."""
     run, pixels = asked(file, image)
     generator = np.random.default_rng(0)
     steps = generator.choice([-1, 0, 1], size=(16, *pixels.shape), p=[0.005, 0.99, 0.005]) / 255
