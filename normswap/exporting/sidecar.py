@@ -114,7 +114,7 @@ class SidecarOfImages(_Strict):
     output: Answer
     precision: dict[str, Word] = {}
     checked: CheckedFigures | Word | None = None
-    quantization: dict[str, Any] | None = None
+    quantization: Body | None = None
 
 
 class SidecarOfTensors(_Strict):
@@ -126,7 +126,7 @@ class SidecarOfTensors(_Strict):
     normalize: Normalization | None = None
     precision: dict[str, Word] = {}
     checked: CheckedFigures | Word | None = None
-    quantization: dict[str, Any] | None = None
+    quantization: Body | None = None
 
 
 def config(model: nn.Module) -> Body:

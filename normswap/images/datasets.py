@@ -178,7 +178,9 @@ def make_loader(
     return Loader(batches, data, count, notes)
 
 
-def _batches(dataset: Any, size: int | None, workers: int, generator: Any) -> DataLoader[Any]:
+def _batches(
+    dataset: Any, size: int | None, workers: int, generator: torch.Generator | None
+) -> DataLoader[Any]:
     return DataLoader(dataset, size, num_workers=workers, collate_fn=collate, generator=generator)
 
 

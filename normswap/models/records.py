@@ -88,8 +88,8 @@ class LayoutOfTimm(_OfOthers):
     """A config.json in timm's layout, old or new: with the record inside it, or beside its keys."""
 
     architecture: Word
-    model_args: dict[str, Any] | None = None
-    pretrained_cfg: dict[str, Any] | None = None
+    model_args: Body | None = None
+    pretrained_cfg: Body | None = None
 
 
 class ImageProcessor(_OfOthers):

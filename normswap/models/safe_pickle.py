@@ -75,15 +75,15 @@ def _check_archive(file: Path) -> None:
         raise TooLargeError(f"it unpacks to {size} bytes")
 
 
-class _Inert(dict[Any, Any]):
+class _Inert(dict[object, object]):
     """Any object of a pickle: it holds the items and attributes of the file, and does nothing."""
 
     attributes: Mapping[str, Any] = {}
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: object) -> None:
         super().__init__()
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.attributes = state if isinstance(state, dict) else {}
 
 

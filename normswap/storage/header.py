@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 from safetensors import SafetensorError, safe_open
@@ -54,7 +54,7 @@ class Header(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     version: int
     arch: Arch | None
-    plan: dict[str, Any]
+    plan: Body
     source: Word
     sha256: Word | None
     pretrained_cfg: ImageRecord
