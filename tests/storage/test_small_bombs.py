@@ -23,6 +23,7 @@ from torch import nn
 
 from normswap import convert
 from normswap.errors import NormswapError, OptionError, SourceError
+from normswap.exporting import sidecar
 from normswap.images import array_files
 from normswap.images.datasets import make_loader
 from normswap.models import building, records, weight_files
@@ -223,6 +224,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     },
     "pretrained backbone": {"model_type": "detr", "use_pretrained_backbone": True},
     "a kernel": {"model_type": "vit", "attn_implementation": "evil/kernel"},
+    "a kernel of a package": {"model_type": "vit", "attn_implementation": "flash_attention_2"},
     "a kernel set by hand": {"model_type": "vit", "_attn_implementation_internal": "evil/kernel"},
     "quantized": {"model_type": "vit", "quantization_config": {"quant_method": "awq"}},
     "code": {"model_type": "vit", "auto_map": {"AutoModel": "evil/tracker--x.Y"}},
@@ -340,6 +342,19 @@ def test_a_directory_of_before_has_no_digest_and_opens(saved: Path, tmp_path: Pa
 
     assert header.read_header(place).digest is None
     assert isinstance(checkpoint.load(place), nn.Module)
+
+
+@pytest.mark.parametrize("key", ["normalize", "resize", "output"])
+def test_a_sidecar_is_compared_with_the_copy_in_its_file(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "net.onnx"
+    body = sidecar.body(tiny(), SIZE, "logits", normalize=False, dynamic=True)
+    changed = json.loads(json.dumps(body))
+    changes: dict[str, Any] = {"mean": [0.1, 0.1, 0.1], "to": [9, 9], "labels": ["x"]}
+    changed[key] |= {name: value for name, value in changes.items() if name in changed[key]}
+    sidecar.write(file, changed)
+
+    assert sidecar.body_of(file, {}) == changed
+    refused(lambda: sidecar.body_of(file, {"preprocess": json.dumps(body)}), key, "net.onnx")
 
 
 # Recipes.
