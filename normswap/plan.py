@@ -218,7 +218,11 @@ class Step(_Record):
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps from a bare architecture to a converted network."""
+    """The steps from a bare architecture to a converted network.
+
+    Args:
+        steps: The steps, in order.
+    """
 
     steps: tuple[Step, ...] = ()
 

@@ -179,9 +179,9 @@ class TrainingProof:
     """What a run in training mode proves, beside that samples stay apart and no buffer changes.
 
     Args:
-        rows_are_samples: whether row i of a learning layer's input must be sample i.
-        validator: returns the layers that the trainer refuses, by path, with the reason; it gets
-            the result in training mode. None where the trainer has no check of its own.
+        rows_are_samples: Whether row i of a learning layer's input must be sample i.
+        validator: A function of the result in training mode that returns the layers that the
+            trainer refuses, by path, with the reason. None if the trainer has no check of its own.
     """
 
     rows_are_samples: bool = False
@@ -190,29 +190,34 @@ class TrainingProof:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a scheme is called, how it plans and fits, and what it needs.
+    """How a scheme is called, how it plans and fits, and what it needs.
 
     Args:
-        plan: plan(anatomy, **options) -> PlanBuilder: what would be done, and why not.
-        exact: whether the function is kept; a function of the options where it depends on them.
-        fit: fit(task) sets values of the result from data, in place, where the function is not
-            kept; it may return what the user should know. A batch is a call,
+        plan: A function plan(anatomy, **options) -> PlanBuilder that says what would be done, and
+            what cannot be done and why.
+        paper: The paper that proposes the scheme.
+        exact: Whether the function of the network is kept, or a function of the options that says
+            so.
+        fit: A function fit(task) that sets values of the result from data, in place, if the scheme
+            does not keep the function. It may return notes for the user. A batch is a call,
             `batch.call(task.source)`.
-        needs_data: whether `fit` needs images of the user's.
-        takes_all_images: `fit` measures statistics, on all images; none is held out.
-        settle: of an exact scheme whose `fit` measures statistics on images: settle(source, result,
-            step) sets the other tensors, in place, so that the function is kept. Synthetic images
-            are refused.
-        starts_from: the scheme that a network without norms must be brought to first.
-        on_branches: it places a layer at the end of residual branches, which must not end in a
-            factor of their own.
-        may_do_nothing: a plan without edits is allowed.
-        training: what is proved of the result by a run in training mode; None where it need not be.
-        decay: which parameters decay in its paper, a policy of `param_groups`.
-        options: records of the keywords of `plan`; of a registered scheme by default made from its
-            signature.
-        summary: one line about it; of a registered scheme by default the first line of `plan`'s
-            docstring.
+        needs_data: Whether `fit` needs images of the user's.
+        takes_all_images: Whether `fit` measures statistics on all images, so that none is held out.
+        settle: For an exact scheme whose `fit` measures statistics on images, a function
+            settle(source, result, step) that sets the other tensors, in place, so that the function
+            is kept. Synthetic images are refused.
+        starts_from: The scheme that a network without norms is brought to first.
+        on_branches: Whether it places a layer at the end of residual branches, which must not end
+            in a factor of their own.
+        may_do_nothing: Whether a plan without edits is allowed.
+        training: What a run in training mode proves of the result; None if nothing has to be
+            proved.
+        decay: The parameters that decay in its paper, as a policy of `param_groups`.
+        options: The records of the keywords of `plan`. A registered scheme gets them from the
+            signature of `plan` by default.
+        summary: One line about it. A registered scheme gets it from the first line of `plan`'s
+            docstring by default.
+        name: The name under which it is registered.
     """
 
     plan: Planner

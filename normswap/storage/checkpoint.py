@@ -65,7 +65,11 @@ def open_model(
         named: Whether the user named the MODEL, so that its factory may be imported.
         asked: The options weights, arch, arch_args, num_classes, in_chans of `zoo.open_source`.
 
-    Raises SourceError: it cannot be found, read or understood.
+    Returns:
+        The network.
+
+    Raises:
+        SourceError: The source cannot be found, read or understood.
     """
     folder = Path(source.removeprefix("local-dir:"))
     network_folder.check_not_moved_aside(folder)

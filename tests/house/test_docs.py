@@ -280,3 +280,37 @@ def test_what_the_site_makes_of_docstrings_has_one_name_a_line():
     several = re.compile(r"^ +[a-z]\w*(?:, [a-z]\w*)+: .*$", re.MULTILINE)
     for path in paths:
         assert several.findall(pkgutil.resolve_name(path).__doc__ or "") == [], path
+
+
+def arguments_of(public: object) -> set[str]:
+    """The parameters of a function, or the fields of a record, without `self` and private ones."""
+    parameters = inspect.signature(public).parameters
+    return {name for name in parameters if not name.startswith("_")}
+
+
+def described_in(docstring: str) -> set[str]:
+    """The arguments that have a line of their own in the docstring's Args."""
+    described: set[str] = set()
+    _, _, after = docstring.partition("Args:\n")
+    for line in after.splitlines():
+        # The section ends at the first line that is not indented.
+        if line and not line.startswith(" "):
+            break
+        described.update(re.findall(r"^ {4}(\w+):", line))
+    return described
+
+
+def test_every_argument_on_the_page_of_python_has_a_line_of_its_own() -> None:
+    paths = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    missing = {}
+    for path in paths:
+        public = pkgutil.resolve_name(path)
+        # The keys of a recipe are listed by `normswap recipes --keys`.
+        if path == "normswap.training.recipe.Recipe":
+            continue
+        silent = arguments_of(public) - described_in(inspect.getdoc(public) or "")
+        if silent:
+            missing[path] = sorted(silent)
+
+    assert missing == {}
+    assert described_in("One.\n\nArgs:\n    first: It is one; second: It is two.\n") == {"first"}
