@@ -54,7 +54,7 @@ def open_model(
     named: bool = True,
     **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
-    """Open any MODEL and return the network: in eval mode, on the CPU, carrying its provenance.
+    """Open any MODEL.
 
     Args:
         source: A source of `zoo.open_source`, or what `save` wrote: a directory, its weights file
@@ -66,7 +66,7 @@ def open_model(
         asked: The options weights, arch, arch_args, num_classes, in_chans of `zoo.open_source`.
 
     Returns:
-        The network.
+        The network in eval mode, on the CPU, carrying its provenance.
 
     Raises:
         SourceError: The source cannot be found, read or understood.
