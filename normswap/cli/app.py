@@ -1,8 +1,8 @@
 """The command line as a whole: the command that was named, and errors as exit codes.
 
 Exit codes: 0 done; 1 a comparison failed, so a result is wrong; 2 bad input, or nothing proves the
-result, said in one line on stderr; 130 interrupted. A command that has written its files is done, whether or not stdout takes
-its words.
+result, said in one line on stderr; 130 interrupted. A command that has written its files is done,
+whether or not stdout takes its words.
 """
 
 import copy

@@ -358,8 +358,12 @@ class _AnswerSums:
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:
-    """The same images, one at a time or in their batches; then the first image is a batch, so that
-    sizes differ.
+    """Yield the same images with their labels, in other batches.
+
+    Args:
+        batches: Pairs of images and labels, which may be None.
+        singly: Whether each image is a batch by itself. If not, the first image is sent alone, so
+            that the file is also tested at another batch size.
     """
     for i, (images, labels) in enumerate(batches):
         assert isinstance(images, Tensor)

@@ -104,12 +104,13 @@ def save(
         directory: The place of the new directory.
         arch: How to build the bare architecture, where the network does not know it itself. For a
             factory of your own: `Arch("package.module:factory", kwargs, "factory")`.
-        force: Whether the files of a network that normswap or timm wrote before are replaced. If the
-            place is a link, this happens in the directory that it points to. Whatever lies beside
-            the files stays.
+        force: Whether the files of a network that normswap or timm wrote before are replaced. If
+            the place is a link, this happens in the directory that it points to. Whatever lies
+            beside the files stays.
 
-    Raises OutputError: the place is taken, or cannot be written; SourceError: weights are NaN,
-    infinite, or missing.
+    Raises:
+        OutputError: The place is taken, or cannot be written.
+        SourceError: Weights are NaN, infinite, or missing.
     """
     place = Path(directory)
     report = result.report if isinstance(result, Conversion) else None
@@ -162,9 +163,11 @@ def load(
             its code.
         changed: Whether tensors are accepted that differ from those that were proven.
 
-    Raises SourceError: it is no such directory, or is damaged, or needs a skeleton, or trust in a
-    factory; PlanError: the plan does not fit the architecture (another version of timm may build it
-    differently).
+    Raises:
+        SourceError: It is no such directory, or is damaged, or needs a skeleton, or trust in a
+            factory.
+        PlanError: The plan does not fit the architecture (another version of timm may build it
+            differently).
     """
     place = Path(directory)
     file = place if place.is_file() else place / WEIGHTS

@@ -61,12 +61,18 @@ class Conversion:
 
 @full_precision()
 def carry_out(network: Network, step: Step) -> Conversion:
-    """Apply one step, perhaps edited by hand, fit its values to data if its scheme does that, and
-    measure the result.
+    """Carry out one step of a plan: apply it, fit its values, and measure the result.
 
-    Raises OptionError: the scheme needs data and there are none; SourceError: unusable data;
-    PlanError: the step does not fit the model; RefusedError: a norm cannot process its input;
-    VerificationError: the result is wrong.
+    Args:
+        network: The network before the step.
+        step: The step, which may have been edited by hand.
+
+    Raises:
+        OptionError: The scheme needs data, and there are none.
+        SourceError: The data cannot be used.
+        PlanError: The step does not fit the network.
+        RefusedError: A norm cannot process its input.
+        VerificationError: The result is wrong.
     """
     scheme = schemes.of(step)
     images = images_for(scheme, network)
@@ -94,8 +100,11 @@ def carry_out(network: Network, step: Step) -> Conversion:
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
-    """The images to fit a step to, if any; raises OptionError: it needs images, or images of the
-    user's.
+    """Return the images that a step is fitted to, or None.
+
+    Raises:
+        OptionError: The step needs images and there are none, or it needs images of the user's
+            and these are synthetic.
     """
     if not chosen.fits:
         return None
@@ -137,8 +146,17 @@ class Fitted:
 def fit(
     chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None
 ) -> Fitted:
-    """Let the step's scheme set the values of `result`, in place; raises SourceError: unusable or
-    too few images.
+    """Let the step's scheme set the values of `result`, in place.
+
+    Args:
+        chosen: The step's scheme, with all its options.
+        network: The network before the step.
+        result: The network after the step, whose values are set.
+        step: The step.
+        images: The images to fit to; None if there are none.
+
+    Raises:
+        SourceError: The images cannot be used, or are too few.
     """
     if not chosen.fits:
         return Fitted()
@@ -180,8 +198,10 @@ def fit(
 
 
 def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Report:
-    """Measure a step's result on its source's inputs and held-out images; raises VerificationError:
-    it is wrong.
+    """Measure a step's result on the inputs of its source, and on held-out images.
+
+    Raises:
+        VerificationError: The result is wrong.
     """
     exact = schemes.of(step).exact
     settle = schemes.of(step).scheme.settle
@@ -210,8 +230,9 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
 
 
 def applied(network: Network, step: Step) -> nn.Module:
-    """Return the network after a step, with its provenance, checked to run. No values are fitted
-    yet.
+    """Return the network after a step, with its provenance, before any value is fitted.
+
+    The network has been checked to run.
     """
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
@@ -228,8 +249,11 @@ def applied(network: Network, step: Step) -> nn.Module:
 
 
 def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
-    """Raise RefusedError where a norm cannot process its input, or a forward asks for the old
-    layers' attributes.
+    """Check that the result of a step runs.
+
+    Raises:
+        RefusedError: A norm cannot process its input, or a forward asks for attributes of the
+            layers that are gone.
     """
     example = network.short_example
     whole = network.examples[0]

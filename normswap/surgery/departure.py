@@ -49,16 +49,18 @@ def first_layer_apart(
     allowed: float,
     jump: float = 0.0,
 ) -> Departure | None:
-    """The first layer whose output is not among `values`, all that a file or a result computes of
-    the same input.
+    """Return the first layer whose output is not among the values of a result, or None.
 
-    The network, a copy that may be written to, goes on with the result's value of an operation
-    where that is near, so each is measured alone. One of which the result has no value, as runtimes
-    fuse some, is right where its reader is.
+    The network goes on with the result's value of an operation if that is near, so each operation
+    is measured alone. A runtime may fuse a layer away. Such a layer counts as right if the layer
+    that reads it is right.
 
     Args:
-        allowed: the relative L2 that an operation may be off by, or `jump` times the median of
-            others of its kind.
+        network: The network, a copy that may be written to.
+        example: The input.
+        values: All values that a file or a result computes from the same input.
+        allowed: The relative L2 distance that an operation may be off by.
+        jump: An operation may also be off by this factor times the median of others of its kind.
     """
     traced = recording.record_once(network, example)
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
