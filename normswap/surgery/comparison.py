@@ -526,9 +526,7 @@ def _insides_are_right(source: Network, example: Example, errors: Sequence[Error
 
 
 def _has_foreign_layers(anatomy: Anatomy) -> bool:
-    """Whether forward calls a layer whose class is neither torch's nor timm's, or that has a
-    forward of its own.
-    """
+    """Whether forward calls a layer that is neither torch's nor timm's, or has its own forward."""
     layers = [
         module
         for node in anatomy.traced.nodes
@@ -562,15 +560,13 @@ def _error_of_larger(
 
 
 def _passes(errors: Sequence[Error], allowed: dict[str, float], *, exact: bool = True) -> bool:
-    """Whether all errors are finite and, of an exact result, at most what their precision allows."""
+    """Whether all errors are finite and, of an exact result, within what is allowed."""
     finite = all(e.relative_l2 < float("inf") for e in errors)
     return finite and (not exact or all(e.relative_l2 <= allowed[e.precision] for e in errors))
 
 
 def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
-    """Raise VerificationError where an exact result failed because the source differs from run to
-    run.
-    """
+    """Raise VerificationError where the source itself gives another answer on each run."""
     if report.passed or not report.exact:
         return
     worst_error = report.worst
@@ -593,8 +589,9 @@ def _allowance(
     *,
     exact: bool,
 ) -> float:
-    """How far its own rounding moves the source's outputs; 0 where the error needs no allowance, or
-    has no bound.
+    """How far its own rounding moves the source's outputs.
+
+    It is 0 where the error needs no allowance, or has no bound.
     """
     is_half = _is_half(error.precision)
     is_double = error.precision == "float64"
@@ -650,8 +647,9 @@ def _is_half(precision: str) -> bool:
 
 
 def _apart(precision: str, x: Tensor, a: Outputs, b: Outputs) -> float:
-    """The relative L2 between two runs of the source: infinite where shapes differ, 0 where values
-    are not finite.
+    """The relative L2 between two runs of the source.
+
+    It is infinite where shapes differ, and 0 where values are not finite.
     """
     apart = worst(precision, x, a, b).relative_l2
     shaped = a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a)
@@ -785,8 +783,9 @@ def _with_other_digits(model: nn.Module, dtype: torch.dtype = torch.float64) -> 
 
 
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
-    """The first image's outputs in the shapes of `like`; the source runs again where its forward
-    squeezes outputs.
+    """The first image's outputs in the shapes of `like`.
+
+    The source runs again where its forward squeezes outputs.
     """
     if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
         return run(source, example.first(1))[0]
@@ -797,8 +796,9 @@ def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs)
 
 
 def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = True) -> Error:
-    """The error of the output that differs most; 1 where an approximate result has another number
-    of rows.
+    """The error of the output that differs most.
+
+    It is 1 where an approximate result has another number of rows.
     """
     if a and a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in a):
         errors = [
@@ -812,8 +812,9 @@ def worst(precision: str, x: Tensor, a: Outputs, b: Outputs, *, exact: bool = Tr
 
 
 def agreements(a: Outputs, b: Outputs, anatomy: Anatomy | None) -> dict[str, float]:
-    """The share of images, or of places in maps, with the same argmax, by what the argmax is taken
-    of.
+    """The share of images, or of places in maps, with the same argmax.
+
+    The keys say what the argmax is taken of.
     """
     shares = {}
     for name, axis in class_axes(a, anatomy).items():
@@ -844,11 +845,10 @@ def least_agreement(shares: Mapping[str, float]) -> tuple[float | None, str]:
 
 
 def class_axes(outputs: Outputs, anatomy: Anatomy | None) -> dict[str, int]:
-    """The axis of classes of each output that is scores: of as many channels as a last linear layer
-    gives.
+    """The axis of classes of each output that is scores.
 
-    Features have none, nor series, whose places are no channels, nor maps of several sizes, as of a
-    pyramid.
+    Scores have as many channels as a last linear layer gives. Features have none, nor series, whose
+    places are no channels, nor maps of several sizes, as of a pyramid.
     """
     scores = {
         name: value
@@ -869,8 +869,9 @@ def class_axes(outputs: Outputs, anatomy: Anatomy | None) -> dict[str, int]:
 
 
 def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
-    """The error of b against a: the relative L2; of labels, masks and counts the share of entries
-    that differ.
+    """The error of b against a: the relative L2.
+
+    Of labels, masks and counts it is the share of entries that differ.
     """
     size = tuple(x.shape)
     if a.shape != b.shape or a.is_complex() != b.is_complex():
@@ -912,8 +913,9 @@ def _error(site: str, precision: str, x: Tensor, a: Tensor, b: Tensor) -> Error:
 
 
 def _numbers(value: Tensor) -> Tensor:
-    """All numbers of a tensor in one dimension, in float64; of a complex one real and imaginary
-    parts.
+    """All numbers of a tensor in one dimension, in float64.
+
+    A complex number is two: its real and its imaginary part.
     """
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
@@ -921,8 +923,9 @@ def _numbers(value: Tensor) -> Tensor:
 
 
 def _nothing_to_compare(outputs: Outputs) -> str:
-    """Why equal outputs prove nothing (there are none, or all inputs give the same); empty where
-    they prove.
+    """Why equal outputs prove nothing, or an empty text.
+
+    There are none, or every input gives the same.
     """
     values = [value for value in outputs.values() if value.numel()]
     if not values:

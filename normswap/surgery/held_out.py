@@ -20,13 +20,12 @@ TOO_FEW = "too few calibration images to hold out every fourth and measure on it
 
 
 class HeldOutSplit:
-    """The calls to fit to, which can be iterated repeatedly, and every fourth image held out, in
-    `held`.
+    """The calls to fit to; every fourth image is held out, and stands in `held`.
 
-    Of calls that cannot be split, every fourth call is held out; so too with `whole`, for a network
-    whose forward fixes its number of images. Calls are cut to a size that suits
-    the device (`checked_batches.parts`). After an iteration, `held` is without the `copies` of
-    images that were fitted to.
+    It can be iterated repeatedly. Of calls that cannot be split, every fourth call is held out; so
+    too with `whole`, for a network whose forward fixes its number of images. Calls are cut to a
+    size that suits the device (`checked_batches.parts`). After an iteration, `held` is without the
+    `copies` of images that were fitted to.
     """
 
     def __init__(
@@ -94,10 +93,11 @@ def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
 def measured(
     source: nn.Module, result: nn.Module, held: Iterable[Example], anatomy: Anatomy | None = None
 ) -> Kept | None:
-    """The agreement of both networks on these calls, or None without calls; raises
-    VerificationError: one fails to run.
+    """The agreement of both networks on these calls, or None without calls.
 
     `anatomy`, the source's, tells scores of classes from other outputs.
+
+    Raises VerificationError: one of them does not run.
     """
     off = size = 0.0
     count = 0

@@ -26,10 +26,10 @@ class Kept:
 
     @property
     def least(self) -> float | None:
-        """The least agreement with 97.5 % confidence (Wilson 1927, as Brown et al. 2001, equation
-        4).
+        """The least agreement with 97.5 % confidence.
 
-        Places of one image go together: for maps the bound is too high.
+        Source: Wilson 1927, as Brown et al. 2001, equation 4. Places of one image go together: for
+        maps the bound is too high.
         """
         if self.agreement is None:
             return None

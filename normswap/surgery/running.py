@@ -1,4 +1,4 @@
-"""Run a network for comparison: in eval mode, its outputs by name, also in float64 without a copy."""
+"""Run a network for comparison: in eval mode, outputs by name, also in float64 without a copy."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,8 +23,9 @@ _NEAR = 0.02
 def run(
     model: nn.Module, example: Example, paths: Sequence[str] = (), *, heads: bool = False
 ) -> tuple[Outputs, Outputs]:
-    """The network's outputs by name (with `heads`, `modes.with_heads`), and those of the modules at
-    `paths`.
+    """The network's outputs by name, and the outputs of the modules at `paths`.
+
+    With `heads`, auxiliary heads run as in training (`modes.with_heads`).
     """
     outputs_at_paths: Outputs = {}
 
@@ -51,8 +52,9 @@ def both(
     tails: Sequence[str] = (),
     first: Example | None = None,
 ) -> tuple[tuple[Outputs, Outputs], tuple[Outputs, Outputs]] | None:
-    """Both outputs (`running.run`), or None where the source runs on `first` but not on this size
-    of input.
+    """What `run` gives of both networks.
+
+    It is None where the source runs on `first`, but not on this size of input.
 
     Raises VerificationError: one of them does not run, or the source gives nothing.
     """
@@ -73,8 +75,9 @@ def both(
 
 
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
-    """The outputs in float64: by parts, or of a copy where a forward reads another module's
-    tensors.
+    """The outputs in float64: by parts, or of a copy.
+
+    A copy is made where a forward reads another module's tensors.
     """
     outputs = by_parts(model, example)
     if outputs is not None:
@@ -147,8 +150,9 @@ def by_parts(
 
 
 def _unseen(work: Callable[..., None]) -> Callable[..., None]:
-    """`work` with torch's function modes off: a recorder that watches every call costs more than
-    the call.
+    """`work` with torch's function modes off.
+
+    A recorder that watches every call costs more than the call.
     """
 
     def alone(*args: object) -> None:
@@ -171,11 +175,12 @@ def noise(
     seed: int = 0,
     ran: Collection[str] = (),
 ) -> list[Example]:
-    """Calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels, or at `size` (C, H, W)
-    where that fails.
+    """Calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels.
 
-    `ran`: printed examples that it is known to run on. Raises VerificationError: it runs on none of
-    them.
+    Where that fails, they have `size` (C, H, W). `ran` are printed examples that the network is
+    known to run on.
+
+    Raises VerificationError: it runs on none of them.
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
@@ -211,8 +216,7 @@ def runs(model: nn.Module, example: Example) -> bool:
 
 
 def runs_on_one(model: nn.Module, example: Example) -> bool:
-    """Whether the network takes the first sample of the example alone, and gives for it what it
-    gives in the batch.
+    """Whether the network gives for the first sample alone what it gives for it in the batch.
 
     A forward may fix its number of samples (`reshape(-1, 36)`), or mix them.
     """
