@@ -69,15 +69,6 @@ class Header(BaseModel):
     def _drop_addresses(cls, stated: object) -> object:
         return without_addresses(stated)
 
-    @field_validator("report", mode="before")
-    @classmethod
-    def _rename(cls, report: object) -> object:
-        """Read a report of before: `remarks` were called `vacuous`."""
-        if not isinstance(report, dict) or "vacuous" not in report:
-            return report
-        others = {name: value for name, value in report.items() if name != "vacuous"}
-        return {"remarks": report["vacuous"], **others}
-
     @field_validator("report")
     @classmethod
     def _is_printable(cls, report: Report | None) -> Report | None:
@@ -147,12 +138,22 @@ def read_header(place: Path) -> Header:
 
         # A report may say that an error is infinite.
         reading.check_plain({key: value for key, value in record.items() if key != "report"})
-        header = reading.validated(_reader(), text)
+        header = reading.validated(_reader(), _with_todays_names(record, text))
     except reading.UnreadableError as error:
         raise SourceError(f"{file}: the header cannot be read", str(error), _DAMAGED) from None
 
     _check_digests(record, header, place, file)
     return header
+
+
+def _with_todays_names(record: Body, text: str) -> str:
+    """Return the text of a record with the names of today: `remarks` were called `vacuous`."""
+    report = record.get("report")
+    if not isinstance(report, dict) or "vacuous" not in report:
+        return text
+    others = {name: value for name, value in report.items() if name != "vacuous"}
+    renamed = {"remarks": report["vacuous"], **others}
+    return json.dumps({**record, "report": renamed})
 
 
 def _text_in(file: Path) -> str | None:
