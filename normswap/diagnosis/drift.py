@@ -23,6 +23,7 @@ from normswap.diagnosis.findings import (
     correlation,
     count_text,
     paths_of,
+    python_line,
 )
 from normswap.diagnosis.image_batches import PARTS, ImageBatches
 from normswap.errors import NormswapError
@@ -159,7 +160,11 @@ def _differences(site: StoredNorm, mean: Tensor, var: Tensor) -> tuple[Tensor, T
 
 
 def _median_size(by_part: Tensor) -> tuple[float, float]:
-    """Return the size in the median channel of a mean over parts (P, C), and its standard error."""
+    """Return how large the mean over parts is in the median channel, and its standard error.
+
+    Args:
+        by_part: A difference by part of the images and channel, (P, C).
+    """
     size = by_part.mean(0).abs().median()
     error = (by_part.std(0) / PARTS**0.5).median()
     return float(size), float(error)
@@ -180,19 +185,18 @@ def roots_for_variances(case: Case) -> Iterator[Finding | str]:
     as_deviations = (seen_log - 2 * stored_log).abs().median()
 
     if as_deviations < _SQUARES_FIT and as_deviations * _SQUARES_NEARER < as_variances:
+        sites = [drift.site for drift in drifts]
+        line = python_line(case, sites, "norm.running_var.square_()")
         yield Finding(
             "deviations-for-variances",
-            paths=paths_of(drift.site for drift in drifts),
+            paths=paths_of(sites),
             evidence=(
                 f"in all {len(drifts)} norms the squares of the kept variances are the variances"
                 " that images show"
             ),
             certainty=Certainty.LIKELY,
             cost="channels are scaled by the fourth root of their variance",
-            mend=(
-                "norm.running_var.square_() for every norm in model.modules(); or"
-                f" {case.recalibrate}"
-            ),
+            mend=f"{line}; or {case.recalibrate}",
         )
 
 

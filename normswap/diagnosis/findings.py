@@ -292,6 +292,29 @@ def rule(
     return check
 
 
+def python_line(case: Case, sites: Sequence[StoredNorm], statement: str) -> str:
+    """Return a line of Python that does something to some norms, and to no other module.
+
+    Args:
+        case: The network, which the line calls `model`.
+        sites: The norms.
+        statement: What is done to each norm, which the statement calls `norm`.
+    """
+    if len(sites) == 1:
+        return statement.replace("norm", f"model.get_submodule({sites[0].path!r})", 1)
+
+    chosen = {id(site.module) for site in sites}
+    with_statistics = {
+        id(module) for module in case.model.modules() if hasattr(module, "running_var")
+    }
+    if chosen == with_statistics:
+        norms = "(m for m in model.modules() if hasattr(m, 'running_var'))"
+    else:
+        paths = ", ".join(repr(site.path) for site in sites)
+        norms = f"map(model.get_submodule, ({paths}))"
+    return f"for norm in {norms}: {statement}"
+
+
 def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...]:
     """Return the norms with population statistics, each once.
 

@@ -64,13 +64,12 @@ class ImageBatches:
         """
         calls = list(self.calls)
         if len(calls) < PARTS:
-            cuts = [
-                call.take(torch.arange(call.count) % PARTS == part)
-                for call in self.calls
-                for part in range(PARTS)
-            ]
+            cuts: list[Example | None] = []
+            for call in self.calls:
+                part_of = torch.arange(call.count) % PARTS
+                cuts += [call.take(part_of == part) for part in range(PARTS)]
+            # A call that cannot be cut gives None; then all stay whole.
             whole_cuts = [cut for cut in cuts if cut is not None]
-            # A call that cannot be cut gives None.
             if len(whole_cuts) == len(cuts):
                 calls = whole_cuts
         return ImageBatches(tuple(call for call in calls if call.count == calls[0].count))

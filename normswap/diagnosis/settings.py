@@ -1,7 +1,8 @@
 """Checks of the settings of norms (eps, momentum, modes, statistics) and of their places."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import fx, nn
@@ -16,6 +17,7 @@ from normswap.diagnosis.findings import (
     StoredNorm,
     count_text,
     paths_of,
+    python_line,
     rule,
 )
 from normswap.graph.tracing import Traced, inputs
@@ -60,29 +62,12 @@ def unlike_builder(case: Case) -> Iterator[Finding]:
             ),
             certainty=Certainty.CERTAIN,
             cost=_cost_of_eps(eps, built_eps),
-            mend=_eps_mend(case, sites, built_eps),
+            mend=python_line(case, sites, f"norm.eps = {built_eps!r}"),
         )
 
 
 def _cost_of_eps(eps: float, right: float) -> str:
     return f"channels with a variance near {max(eps, right):g} are scaled wrongly"
-
-
-def _eps_mend(case: Case, sites: Sequence[StoredNorm], eps: float) -> str:
-    """Return the line of Python that sets the eps of these norms, and of no other module."""
-    if len(sites) == 1:
-        return f"model.get_submodule({sites[0].path!r}).eps = {eps!r}"
-
-    chosen = {id(site.module) for site in sites}
-    with_statistics = {
-        id(module) for module in case.model.modules() if hasattr(module, "running_var")
-    }
-    if chosen == with_statistics:
-        norms = "(m for m in model.modules() if hasattr(m, 'running_var'))"
-        return f"for norm in {norms}: norm.eps = {eps!r}"
-
-    paths = ", ".join(repr(site.path) for site in sites)
-    return f"for path in ({paths}): model.get_submodule(path).eps = {eps!r}"
 
 
 def fused(case: Case) -> Iterator[Finding]:
@@ -150,7 +135,7 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
         ),
         certainty=Certainty.LIKELY,
         cost=_cost_of_eps(present_eps, best),
-        mend=_eps_mend(case, case.sites, best),
+        mend=python_line(case, case.sites, f"norm.eps = {best!r}"),
     )
 
 
@@ -196,7 +181,7 @@ def momentum(case: Case) -> Iterator[Finding]:
             evidence=f"momentum is {value:g} in {count_text(sites, case.sites)}: {effect}",
             certainty=Certainty.CERTAIN,
             cost=cost,
-            mend=f"set norm.momentum = 0.1 for every norm; then {case.recalibrate}",
+            mend=f"{python_line(case, sites, 'norm.momentum = 0.1')}; then {case.recalibrate}",
         )
 
 
@@ -305,7 +290,7 @@ def in_a_row(case: Case) -> Iterator[Finding]:
     only = " ".join(f"--only {path}" for path in firsts)
     yield Finding(
         "double-norm",
-        paths=tuple(dict.fromkeys(path for pair in pairs for path in pair)),
+        paths=tuple(dict.fromkeys(itertools.chain.from_iterable(pairs))),
         evidence=evidence,
         certainty=Certainty.CERTAIN,
         cost=(

@@ -7,6 +7,7 @@ and groups give its output for the padded input. The call itself shows the paddi
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -65,7 +66,7 @@ def padded(layer: _ConvNd, x: Tensor) -> Tensor:
     """Return the values that a convolution reads from x (N, I, ...), with its zeros around them."""
     conv_input, widths = input_and_padding(layer, x)
     # F.pad takes the widths of the last dimension first.
-    return F.pad(conv_input, [width for side in reversed(widths) for width in side])
+    return F.pad(conv_input, [*itertools.chain.from_iterable(reversed(widths))])
 
 
 def input_and_padding(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[Widths]]:

@@ -33,7 +33,7 @@ class Tuned(PlannedLayer):
         takes: Sequence[Absorption],
         **options: Unpack[TunedOptions],
     ) -> nn.Module:
-        """Return the convolution in tune mode.
+        """Return the convolution in tune mode: gamma and beta learn, statistics are frozen.
 
         Args:
             old: The convolution.

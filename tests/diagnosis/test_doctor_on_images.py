@@ -201,10 +201,23 @@ def test_a_cause_is_named_where_no_norm_by_itself_is_far_off(fault: str) -> None
     plant, name, words = SUBTLE[fault]
     model = trained()
 
-    diagnosis = normswap.diagnose(model, images=plant(model, images(model)))
+    batches = plant(model, images(model))
+
+    diagnosis = normswap.diagnose(model, images=batches)
 
     assert faults(diagnosis) == [name]
     assert words in diagnosis.faults[0].evidence
+
+
+def test_the_line_for_deviations_mends_every_norm() -> None:
+    model = trained()
+    batches = roots(model, images(model))
+    (finding,) = normswap.diagnose(model, images=batches).faults
+
+    line, _, _ = finding.mend.partition("; or normswap")
+    exec(line, {"model": model})
+
+    assert faults(normswap.diagnose(model, images=batches)) == []
 
 
 def test_a_network_of_grey_images_is_well() -> None:
