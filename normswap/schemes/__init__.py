@@ -51,16 +51,21 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
     keywords = [
         p for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY
     ]
-    kinds = [type(p.default) if type(p.default) in (int, float, bool) else str for p in keywords]
-    options = tuple(
-        Option(p.name, kind, p.default) for p, kind in zip(keywords, kinds, strict=True)
-    )
+    options = tuple(Option(p.name, _kind_of(p.default), p.default) for p in keywords)
     summary = scheme.summary or (inspect.getdoc(scheme.plan) or name).split("\n")[0]
     _registered[name] = replace(
         scheme, name=name, options=scheme.options or options, summary=summary
     )
 
     return _registered[name]
+
+
+def _kind_of(default: object) -> type:
+    """Return the type of an option whose default this is: a number's or bool's own, else str."""
+    kind = type(default)
+    if kind in (int, float, bool):
+        return kind
+    return str
 
 
 def names() -> list[str]:

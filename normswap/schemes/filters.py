@@ -147,12 +147,12 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
 def fit(task: FitTask) -> None:
     """Fit the zero-sum filters to a network that keeps all means and equals the source."""
     assert task.batches is not None
-    edits = task.step.edits
-    edits = tuple(
-        replace(edit, args={**edit.args, "mean": True}) if "mean" in edit.args else edit
-        for edit in edits
-    )
-    target = task.after(replace(task.step, edits=edits))
+    edits = []
+    for edit in task.step.edits:
+        if "mean" in edit.args:
+            edit = replace(edit, args={**edit.args, "mean": True})
+        edits.append(edit)
+    target = task.after(replace(task.step, edits=tuple(edits)))
     fit_zero_sum(
         target, task.result, task.batches, task.takes_part, seed=task.seed, progress=task.progress
     )

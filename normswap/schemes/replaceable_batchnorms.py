@@ -91,10 +91,13 @@ def readers(
 
 
 def exchanged(step: Step, layer: str, other: str) -> Step:
-    """The same step with another layer in place of this one."""
-    return replace(
-        step, edits=tuple(replace(e, layer=other) if e.layer == layer else e for e in step.edits)
-    )
+    """Return the step with another layer in every edit that places `layer`."""
+    edits = []
+    for edit in step.edits:
+        if edit.layer == layer:
+            edit = replace(edit, layer=other)
+        edits.append(edit)
+    return replace(step, edits=tuple(edits))
 
 
 def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 from support.hand_written_networks import Branch
+from support.sampled_tables import quick
 from support.six_networks import images, measured, trained
 from torch import Tensor, nn
 
@@ -183,6 +184,9 @@ LAWS: dict[str, Callable[[Batches], object]] = {
 }
 
 
+DEFAULT_LAWS = ("moments", "restoring", "share", "kept", "evaluation", "file", "dyt")
+
+
 def assert_same(one: Any, two: Any) -> None:
     if isinstance(one, list | tuple):
         assert len(one) == len(two)
@@ -199,10 +203,9 @@ def of_all_at_once(name: str) -> Any:
     return LAWS[name]([X])
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", quick(LAWS, DEFAULT_LAWS))
 @settings(max_examples=2)
 @example(cuts=[COUNT - 1])
 @given(cuts=st.lists(st.integers(1, COUNT - 1), unique=True, min_size=1))
-@pytest.mark.one_in(2)
 def test_the_same_images_in_other_batches(name: str, cuts: list[int]) -> None:
     assert_same(of_all_at_once(name), LAWS[name](list(X.tensor_split(sorted(cuts)))))
