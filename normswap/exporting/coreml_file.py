@@ -5,7 +5,6 @@ coremltools makes it from a traced network, on every system; macOS runs it.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from normswap import reading
 from normswap.errors import RefusedError
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, refusing, require_inside, silent
@@ -136,6 +136,9 @@ def require_own_files(package: Path) -> None:
     for path in package.rglob("*"):
         require_inside(package, package, str(path.relative_to(package)))
 
-    manifest = json.loads((package / "Manifest.json").read_text(encoding="utf-8"))
-    for entry in manifest.get("itemInfoEntries", {}).values():
+    manifest = reading.parse_object(reading.file_text(package / "Manifest.json"))
+    entries = manifest.get("itemInfoEntries")
+    if not isinstance(entries, dict):
+        raise ValueError("its Manifest.json names no files")
+    for entry in entries.values():
         require_inside(package, package / "Data", str(entry["path"]))

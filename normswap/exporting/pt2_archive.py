@@ -29,6 +29,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from normswap import reading
 from normswap.errors import SourceError, quiet
 from normswap.exporting.pt2_expressions import NotAllowedError, shown
 from normswap.exporting.pt2_program import checked_payloads, checked_program
@@ -132,8 +133,8 @@ class _Entries:
         return self.archive.read(self.infos[name])
 
     def record(self, name: str) -> object:
-        """Return the JSON of an entry."""
-        return json.loads(self.read(name))
+        """Return the JSON of an entry, within the bounds of every JSON that is read."""
+        return reading.parse_json(self.text(name))
 
     def text(self, name: str) -> str:
         """Return the text of an entry."""

@@ -399,7 +399,7 @@ def many_free_symbols(program: Program) -> None:
 
 
 def number_without_end(program: Program) -> None:
-    graph_of(program)["nodes"][-1]["inputs"][0]["arg"] = {"as_int": 10**400}
+    graph_of(program)["nodes"][-1]["inputs"][0]["arg"] = {"as_int": 10**30}
 
 
 def unknown_field(program: Program) -> None:
