@@ -29,7 +29,7 @@ from normswap.layers import known_norms
 
 if TYPE_CHECKING:
     import onnx
-    from google.protobuf.message import Message
+    from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 # Protobuf's 2 GiB, less what the graph itself takes.
 _LIMIT = 2**31 - 2**20
