@@ -74,7 +74,8 @@ class ImageRecord(_Strict):
     label_names: Names | NamesByKey | None = None
     label_descriptions: Names | NamesByKey | None = None
     license: Word | None = None
-    inputs: dict[Word, tuple[Shape, NumberType]] | None = None
+    # Of a header, the list that JSON has is read, too.
+    inputs: dict[Word, Annotated[tuple[Shape, NumberType], Field(strict=False)]] | None = None
 
     @model_validator(mode="after")
     def _is_bounded(self) -> ImageRecord:
