@@ -179,14 +179,20 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
                 ahead.append((entry, f"{place}.{key}", level + 1))
         elif isinstance(value, list | tuple):
             ahead += [(entry, f"{place}[{i}]", level + 1) for i, entry in enumerate(value)]
-        elif isinstance(value, str):
-            _check_text(value, where)
-        elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-            raise UnreadableError(f"{where} is a number of more than {MOST_DIGITS} digits")
-        elif finite and isinstance(value, float) and not math.isfinite(value):
-            raise UnreadableError(f"{where} is {value}, no finite number")
-        elif not isinstance(value, int | float | datetime.date | None):
-            raise UnreadableError(f"{where} is a {type(value).__name__}, no plain value")
+        else:
+            _check_value(value, where, finite=finite)
+
+
+def _check_value(value: object, where: str, *, finite: bool) -> None:
+    """Refuse a value that is no text, bounded number, boolean, date or null."""
+    if isinstance(value, str):
+        _check_text(value, where)
+    elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        raise UnreadableError(f"{where} is a number of more than {MOST_DIGITS} digits")
+    elif finite and isinstance(value, float) and not math.isfinite(value):
+        raise UnreadableError(f"{where} is {value}, no finite number")
+    elif not isinstance(value, int | float | datetime.date | None):
+        raise UnreadableError(f"{where} is a {type(value).__name__}, no plain value")
 
 
 def _check_key(key: object, where: str) -> None:

@@ -1,5 +1,4 @@
-"""PROVE, for files: what a file computes in its own runtime, against the PyTorch network it was
-made from.
+"""PROVE, for files: what a file computes in its own runtime, against the PyTorch network.
 
 As in `comparison`, a float32 file may be off by 1e-5, or by four times the distance between the
 source in float32 and in float64, which is measured if 1e-5 is exceeded (in random networks rounding
@@ -92,8 +91,9 @@ class Figures:
 
     @property
     def points_lost(self) -> float | None:
-        """Points of top-1 that the file loses, or of agreement where there are no labels; None
-        where neither is.
+        """The points of top-1 that the file loses, or of agreement where there are no labels.
+
+        None where neither is known.
         """
         if self.top1 is not None and self.source_top1 is not None:
             return self.source_top1 - self.top1
@@ -152,39 +152,47 @@ def check(
     """
     signature = reference.signature
     every = {name: _AnswerSums() for name in signature.outputs}
+
     first: Example | None = None
     for batch, labels in batches:
         x = together(batch)
         example = signature.example(x)
         if not example.count:
             continue
+
         answers = signature.answers(reference.source, x)
         if any(value.is_complex() or value.is_sparse for value in answers.values()):
             remedy = "Let it give both parts: torch.view_as_real, or x.to_dense()"
             raise OptionError(
                 "the network gives complex numbers or a sparse tensor", "files hold neither", remedy
             )
+
         with explained(VerificationError, f"{what} does not run on {example}"):
             outputs = reference.answers(runs, x)
         if len(outputs) != len(answers):
             raise VerificationError(
                 f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}"
             )
+
         measures = reference.rounded and next(iter(every.values())).count < _ROUNDED
         rounded = (
             reference.answers(reference.rounded, x)
             if measures and reference.rounded
             else [None] * len(outputs)
         )
+
         axes = comparison.class_axes(answers, reference.anatomy)
         for (name, logits), values, lossy in zip(answers.items(), outputs, rounded, strict=True):
             expected = logits.softmax(-1) if reference.softmax else logits
             every[name].add(example.count, logits, expected, values, labels, axes.get(name))
             if lossy is not None:
                 every[name].rounding.add(expected, lossy)
+
         first = first or example
+
     if first is None:
         raise OptionError("no images to check the file on")
+
     name, sums = max(every.items(), key=lambda pair: pair[1].distance.relative)
     allowed = _allowed(reference, dtype, first, name, sums)
     shown = next(
@@ -203,6 +211,7 @@ def check(
         shown.hits("file"),
         name if len(every) > 1 else "",
     )
+
     figures = _looked_into(figures, reference, inside, first, dtype)
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
@@ -212,6 +221,7 @@ def check(
             figures.place,
             remedy="Nothing was written",
         )
+
     return figures
 
 
@@ -227,18 +237,21 @@ def _looked_into(
             values = reference.answers(runs, tuple(example.tensors()))
             limits = _INT8_LIMITS if dtype == "int8" else (figures.tolerance,)
             return replace(figures, apart=first_layer_apart(network, example, values, *limits))
+
     return figures
 
 
 def _allowed(
     reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums
 ) -> float:
-    """The relative L2 error allowed at the output `name`; the source's rounding is measured on the
-    batch `first`.
+    """Return the relative L2 error that is allowed at one output.
+
+    The source's rounding is measured on the first batch.
     """
     if dtype == "int8":
         # Labels may be off by half of the squares that chance would be off by.
         return 0.5**0.5 if sums.distance.discrete else _INT8
+
     allowed = comparison.FLOAT32_TOLERANCE
     # dp / p = dz - sum p dz, so |dp| / |p| <= 2 max |dz|.
     if reference.softmax:
@@ -247,12 +260,14 @@ def _allowed(
     allowed = max(allowed, comparison.ROUNDING * sums.rounding.relative)
     if sums.distance.relative > allowed:
         allowed = max(allowed, _STRAYING * _stray(reference, first, name, sums))
+
     return allowed
 
 
 def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -> float:
-    """How far the source itself is from its own float64 values (a chaotic network), on the first
-    batch.
+    """Return how far the source is from its own float64 values, on the first batch.
+
+    In a chaotic network that is far.
     """
     signature = reference.signature
     outputs = running.outputs_double(reference.source, first.map_floats(Tensor.double))
@@ -261,15 +276,18 @@ def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -
         if signature.whole
         else answer(outputs)
     )
+
     assert sums.first is not None
+
     own = Distance()
     own.add(wide, sums.first)
     return own.relative
 
 
 class Distance:
-    """The relative L2 between values, over the batches; of labels, masks and counts relative to
-    chance.
+    """The relative L2 between values, streamed over batches.
+
+    The error of labels, masks and counts is relative to chance.
     """
 
     def __init__(self) -> None:
@@ -318,8 +336,15 @@ class _AnswerSums:
         labels: Tensor | None,
         axis: int | None,
     ) -> None:
-        """Add a batch of so many images; `axis`: of the classes, where the answers are scores of
-        some.
+        """Add a batch.
+
+        Args:
+            count: The number of its images.
+            logits: The answers of the source.
+            expected: What the file should give.
+            actual: What the file gives.
+            labels: The true classes, or None.
+            axis: The axis of the classes, or None where the answers are no scores.
         """
         if self.first is None:
             self.first = logits
@@ -329,11 +354,13 @@ class _AnswerSums:
             self.peak = max(self.peak, float(logits.double().abs().max()))
         if axis is None or not math.isfinite(self.distance.off) or len(expected) != count:
             return
+
         self.compared += count
         same = expected.argmax(axis) == actual.argmax(axis)
         self.argued = self.argued + same.numel()
         self.same = self.same + int(same.sum())
         self.unit = unit(expected)
+
         if (
             labels is not None
             and expected.ndim == 2

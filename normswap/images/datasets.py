@@ -611,14 +611,7 @@ def label_map(
     """
     flat = set(labels) == {""}
     if outputs.count == 0 or (flat and not (needed and outputs.count == 1)):
-        what = f"{origin} has no class folders"
-        why = "labels are needed"
-        if outputs.count == 0:
-            what = "the network has no classifier"
-            why = "features have no accuracy"
-        if needed:
-            raise SourceError(what, why, _REMEDY)
-        return dict.fromkeys(labels.values(), -1), f"{what}: accuracy is not known"
+        return _without_meaning(labels, outputs, origin, needed=needed)
 
     for way, output_of in _possible_meanings(labels, outputs).items():
         output_of_label = {label: output_of.get(label) for label in labels}
@@ -660,6 +653,21 @@ def label_map(
             why += f" ({first_few(outputs.names)})"
         raise SourceError(what, why, _REMEDY)
     return {number: number for number in labels.values()}, ""
+
+
+def _without_meaning(
+    labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool
+) -> tuple[dict[int, int], str]:
+    """Give every label the output -1, or raise SourceError where labels are needed."""
+    what = f"{origin} has no class folders"
+    why = "labels are needed"
+    if outputs.count == 0:
+        what = "the network has no classifier"
+        why = "features have no accuracy"
+
+    if needed:
+        raise SourceError(what, why, _REMEDY)
+    return dict.fromkeys(labels.values(), -1), f"{what}: accuracy is not known"
 
 
 def _possible_meanings(labels: Mapping[str, int], outputs: Outputs) -> dict[str, Mapping[str, int]]:

@@ -26,11 +26,36 @@ Made = TypeVar("Made")
 
 # Arguments, at any depth, by which a builder loads weights, opens files or asks a hub.
 _LOADING = frozenset(
-    "pretrained pretrained_cfg_overlay pretrained_model_name_or_path checkpoint checkpoint_path"
-    " checkpoint_file state_dict hf_hub_id hf_hub_filename url file custom_load weights_backbone"
-    " cache_dir local_dir token use_auth_token auth_token proxies force_download revision"
-    " code_revision subfolder gguf_file trust_remote_code auto_map custom_pipelines"
-    " quantization_config".split()
+    [
+        "pretrained",
+        "pretrained_cfg_overlay",
+        "pretrained_model_name_or_path",
+        "checkpoint",
+        "checkpoint_path",
+        "checkpoint_file",
+        "state_dict",
+        "hf_hub_id",
+        "hf_hub_filename",
+        "url",
+        "file",
+        "custom_load",
+        "weights_backbone",
+        "cache_dir",
+        "local_dir",
+        "token",
+        "use_auth_token",
+        "auth_token",
+        "proxies",
+        "force_download",
+        "revision",
+        "code_revision",
+        "subfolder",
+        "gguf_file",
+        "trust_remote_code",
+        "auto_map",
+        "custom_pipelines",
+        "quantization_config",
+    ]
 )
 # Arguments by which transformers would ask the hub for another network, where they are true.
 _FETCHING = frozenset({"use_pretrained_backbone"})

@@ -40,9 +40,29 @@ NumberType = Literal["float32", "float64", "float16", "bfloat16", "int64", "int3
 # timm's record says more than what a network wants. None of it is stored, or read from a directory:
 # it names files and addresses, or describes the weights that timm has.
 _OF_TIMM_ALONE = frozenset(
-    "url file state_dict hf_hub_id hf_hub_filename source architecture tag tags custom_load"
-    " test_input_size min_input_size test_crop_pct pool_size test_pool_size num_features origin_url"
-    " paper_name paper_ids notes description".split()
+    [
+        "url",
+        "file",
+        "state_dict",
+        "hf_hub_id",
+        "hf_hub_filename",
+        "source",
+        "architecture",
+        "tag",
+        "tags",
+        "custom_load",
+        "test_input_size",
+        "min_input_size",
+        "test_crop_pct",
+        "pool_size",
+        "test_pool_size",
+        "num_features",
+        "origin_url",
+        "paper_name",
+        "paper_ids",
+        "notes",
+        "description",
+    ]
 )
 
 

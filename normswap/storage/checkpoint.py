@@ -12,6 +12,7 @@ import functools
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -256,11 +257,9 @@ def _from_hub(source: str) -> Path | None:
     if not isinstance(entry, dict) or not entry.get("schemes"):
         return None
 
-    try:
-        hub.fetch(repo, (NORMS,))
     # A network none of whose norms was replaced has no such file.
-    except SourceError:
-        pass
+    with suppress(SourceError):
+        hub.fetch(repo, (NORMS,))
     return hub.fetch(repo, (WEIGHTS,)).parent
 
 

@@ -24,8 +24,12 @@ Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
 
 def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> nn.Module:
-    """Return `model`, which is not changed, after these steps (`apply_step`), as a new model of the
-    same class.
+    """Return a new model of the same class, as it is after these steps.
+
+    Args:
+        model: The source, which is not changed.
+        steps: The steps of a plan, in order; see `apply_step`.
+        double: Whether replaced layers are built in float64.
     """
     for step in steps:
         model = apply_step(model, step, double=double)
@@ -44,6 +48,7 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     if double:
         like = like.double()
         duplicate = copying.to_double
+
     memo: copying.Memo = {}
     attributes: list[tuple[str, object]] = []
     # Innermost paths come first: a layer that stays needs the replacements inside it.
@@ -53,10 +58,12 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
         if not isinstance(old, nn.Module):
             attributes.append((edit.path, _replacement(edit, old, reads, like)))
             continue
+
         original = old
         if edit.keep or (double and not layer_of(edit).CASTS):
             # A layer that stays is copied with its own replacements inside.
             old = duplicate(old, memo if edit.keep else {})
+
         new = memo[id(original)] = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
             new.train(original.training)
@@ -65,10 +72,12 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
                 parameter.requires_grad &= getattr(
                     getattr(original, name, None), "requires_grad", True
                 )
+
     result = duplicate(model, memo)
     for path, value in attributes:
         parent, _, name = path.rpartition(".")
         setattr(result.get_submodule(parent), name, value)
+
     return result
 
 
@@ -81,12 +90,16 @@ def _like(model: nn.Module) -> torch.Tensor:
 def doubles(
     model: nn.Module, result: nn.Module, step: Step
 ) -> tuple[Replacements, dict[int, torch.Tensor]]:
-    """Functions that build a step's replacements in float64, and its tensors by identity, for
-    `running.by_parts`.
+    """Return what a step builds, in float64, for `running.by_parts`.
+
+    Returns:
+        For each replaced module a function that builds its replacement in float64, and the step's
+        tensors in float64 by the identity of those they stand for.
     """
     like = _like(model).double()
     depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}
+
     tensors: dict[int, torch.Tensor] = {}
     for edit in step.edits:
         old = find(model, edit.path, f"step '{step.scheme}'")
@@ -97,6 +110,7 @@ def doubles(
             )
         elif isinstance(value := _replacement(edit, old, reads, like), torch.Tensor):
             tensors[id(find(result, _now(edit.path, depths), "the result"))] = value.detach()
+
     return replacements, tensors
 
 
@@ -111,8 +125,10 @@ def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tens
 
 
 def find(model: nn.Module, path: str, who: str) -> Held:
-    """The module, parameter or plain number (a dropout rate) at a dotted path; a PlanError where
-    there is none.
+    """Return the module, parameter or plain number (a dropout rate) at a dotted path.
+
+    Raises:
+        PlanError: There is none at the path.
     """
     value: object = model
     for name in path.split("."):
@@ -159,8 +175,14 @@ def keeps_streams(steps: Sequence[Step]) -> bool:
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
-    """The class of the edit's layer, or of one that follows it, by name; raises PlanError: it is
-    not known.
+    """Return the class of an edit's layer, or of a layer that follows it.
+
+    Args:
+        edit: The edit of a plan.
+        name: The name of a layer that follows; by default the edit's own.
+
+    Raises:
+        PlanError: No layer has that name.
     """
     layers = planned_layers()
     name = name or edit.layer
@@ -186,8 +208,9 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
 
 
 def _now(path: str, depths: Mapping[str, int]) -> str:
-    """The path of a module after the step: the inside of a module that stays moves into its
-    `inner`.
+    """Return the path of a module after the step.
+
+    The inside of a module that stays moves into its `inner`.
     """
     parts = path.split(".")
     heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -203,12 +226,14 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
         raise PlanError(
             f"edit of {edit.path} names no module but a Parameter", f"{edit.layer} cannot sit there"
         )
+
     try:
         with torch.no_grad():
             following = [
                 layer_of(edit, t.layer).replacing(nn.Identity(), like=like, **t.args)
                 for t in edit.then
             ]
+
             if edit.keep:
                 new = old
                 following.insert(
@@ -216,10 +241,12 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
                 )
             else:
                 new = layer.replacing(old, *reads, like=like, **edit.arguments)
+
             for follower in following:
                 if not isinstance(new, nn.Module) or not isinstance(follower, nn.Module):
                     raise TypeError("only layers follow one another")
                 new = placeholders.Chain(new, follower)
+
             if edit.out_of_place and isinstance(new, nn.Module):
                 new = placeholders.out_of_place(new)
             return new

@@ -1,6 +1,4 @@
-"""Carry out one step of a conversion: apply it, fit its values to data, prove the result, record
-what was done.
-"""
+"""Carry out one step of a conversion: apply it, fit its values to data, prove it, record it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -108,6 +106,7 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     """
     if not chosen.fits:
         return None
+
     images = network.images
     remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
     if chosen.measures and (images is None or isinstance(images, SyntheticImages)):
@@ -115,12 +114,14 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
         if images is not None:
             why = "statistics of synthetic images are no starting point for training"
         raise OptionError(f"{chosen.scheme.name} measures statistics on images", why, remedy)
+
     if images is None and chosen.scheme.needs_data:
         remedy += f", or `{spelled('calibrate', 'synthetic')}`, which makes some"
         remedy += "".join(f", or `{option}`, which is exact" for option in _exact_options(chosen))
         raise OptionError(
             f"{chosen.scheme.name} fits its values to images", "there are none", remedy
         )
+
     return images
 
 
@@ -160,6 +161,7 @@ def fit(
     """
     if not chosen.fits:
         return Fitted()
+
     batches = None if images is None else calls_of(images, network)
     split: held_out.HeldOutSplit | None = None
     if not (
@@ -168,7 +170,9 @@ def fit(
         calls = list(batches) if isinstance(batches, Iterator) else batches
         whole = not running.runs_on_one(network.module, network.examples[0])
         batches = split = held_out.HeldOutSplit(calls, network.device, whole=whole)
+
     assert chosen.scheme.fit is not None
+
     task = FitTask(
         source=network.module,
         result=result,
@@ -180,6 +184,7 @@ def fit(
         seed=network.seed,
         progress=network.progress,
     )
+
     notes = tuple(chosen.scheme.fit(task) or ())
     if isinstance(images, SyntheticImages):
         notes += (
@@ -188,10 +193,12 @@ def fit(
                 " keep less, or more"
             ),
         )
+
     if split is None:
         return Fitted(
             (), "" if images is None else "no calibration image was held out to measure on", notes
         )
+
     if split.copies:
         notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
     return Fitted(tuple(split.held), "" if split.held else held_out.TOO_FEW, notes)
@@ -205,6 +212,7 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
     """
     exact = schemes.of(step).exact
     settle = schemes.of(step).scheme.settle
+
     precise = None
     # An approximate result differs by far more than float32 rounding, so float64 would show
     # nothing.
@@ -220,12 +228,14 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
                 result, example, *applying.doubles(network.module, result, step)
             ),
         )
+
     keeps_blocks = applying.keeps_streams([step])
     report = comparison.compare(
         network, result, exact=exact, precise=precise, keeps_blocks=keeps_blocks
     )
     comparison.require_passed(network, report, step.scheme)
     agreement = held_out.measured(network.module, result, fitted.held, network.anatomy)
+
     return replace(report, kept=agreement, unmeasured=fitted.unmeasured)
 
 
@@ -236,15 +246,18 @@ def applied(network: Network, step: Step) -> nn.Module:
     """
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
+
     if not schemes.of(step).exact:
         _check_runs(network, result, step.scheme)
     edited = {edit.path for edit in step.edits}
+
     norms = {}
     for path, module in network.module.named_modules():
         if path in edited:
             norms.update(
                 {f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()}
             )
+
     return provenance.attach(result, network.provenance.after(step, norms))
 
 
@@ -257,6 +270,7 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     """
     example = network.short_example
     whole = network.examples[0]
+
     if example is not whole and not running.runs(result, example):
         example = whole
     try:

@@ -111,8 +111,10 @@ def _other_values(sample: Tensor, *, scale: float, of_images: bool) -> Tensor:
         if torch.equal(other, sample):
             return scale * torch.randn(sample.shape, generator=generator).to(sample)
         return other
+
     if of_images or sample.dtype == torch.bool or not sample.numel():
         return sample
+
     low, high = int(sample.min()), int(sample.max())
     return torch.randint(low, high + 1, sample.shape, generator=generator).to(sample)
 

@@ -1,9 +1,8 @@
-"""PROVE, compiled: a network under torch.compile against itself in eager mode, forward and one
-training step.
+"""PROVE, compiled: a network under torch.compile against itself in eager mode.
 
-torch.compile sums in another order, and pytorch issues #181696 and #183120 report outputs of
-GroupNorm that differ. An output may be off by 1e-5 of its size and a gradient by 1e-4, or either by
-eight times what eager mode is off float64.
+Outputs are compared, and the gradients of one training step. torch.compile sums in another order,
+and pytorch issues #181696 and #183120 report outputs of GroupNorm that differ. An output may be off
+by 1e-5 of its size and a gradient by 1e-4, or either by eight times what eager mode is off float64.
 """
 
 from collections.abc import Iterable
@@ -34,12 +33,12 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True)
 class Deviation:
-    """The output, or the parameter's gradient, that departs most from eager mode, as a multiple of
-    what is allowed.
+    """How far one output, or one parameter's gradient, departs from eager mode.
 
     Args:
-        what: `output`, or `gradient of conv1.weight`.
-        relative_l2: |compiled - eager| / |eager|; allowed: the largest that passes.
+        what: Its name: `output`, or `gradient of conv1.weight`.
+        relative_l2: The distance |compiled - eager| / |eager|.
+        allowed: The largest distance that passes.
     """
 
     what: str
@@ -53,12 +52,14 @@ class Deviation:
 
 @full_precision()
 def compare(network: Network, example: Example) -> list[Deviation]:
-    """Run copies of the network on `example`, compiled and in eager mode; what departs most of
-    outputs and gradients.
+    """Run copies of a network compiled and in eager mode, and return what departs most.
 
-    Outputs in eval mode; gradients (none where nothing can be trained) of a fixed random
-    combination of all outputs, in training mode, with the same random draws. Raises
-    VerificationError: torch.compile does not work on it.
+    Outputs are compared in eval mode. Gradients are those of a fixed random combination of all
+    outputs, in training mode, with the same random draws; a network without trainable parameters
+    has none.
+
+    Raises:
+        VerificationError: torch.compile does not work on the network.
     """
     from torch._dynamo.utils import counters
     from torch._inductor import config
@@ -114,11 +115,11 @@ def compare(network: Network, example: Example) -> list[Deviation]:
 def first_compiled_layer_apart(
     network: Network, example: Example, deviations: Iterable[Deviation]
 ) -> Departure | None:
-    """The first layer whose output departs under torch.compile, which gives all layers' outputs
-    then, and fuses less.
+    """Return the first layer whose output departs under torch.compile, or None.
 
-    None where the outputs do not depart, or where no layer does then. A function has no value: one
-    before a module that departs is named with it.
+    The compiled network then gives the outputs of all layers, which makes torch fuse less. None is
+    returned where no output departs, or where no layer does under these conditions. A function has
+    no value; one before a module that departs is named with it.
     """
     from torch._inductor import config
 
@@ -143,7 +144,11 @@ def first_compiled_layer_apart(
 
 
 def _gradients(model: nn.Module, example: Example) -> Outputs:
-    """The parameters' gradients after one backward, by name; raises RuntimeError: there are none."""
+    """Return the parameters' gradients after one backward, by name.
+
+    Raises:
+        RuntimeError: There are none.
+    """
     model.train()
     generator = torch.Generator().manual_seed(0)
     with torch.enable_grad(), seeded(*{parameter.device for parameter in model.parameters()}):
@@ -156,6 +161,7 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
         torch.stack(
             [(t * factor).sum() for t, factor in zip(outputs, factors, strict=True)]
         ).sum().backward()
+
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ConvertOptions(TypedDict, total=False):
-    """The options of all schemes, for editors and type checkers; a scheme refuses those of another."""
+    """The options of all schemes, for editors; a scheme refuses the options of another."""
 
     only: str | Sequence[str]
     skip: str | Sequence[str]
@@ -71,8 +71,16 @@ def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanB
 def plan_steps(
     network: Network, to: str, *, measured: bool = False, **options: object
 ) -> Iterator[tuple[Step, PlanBuilder]]:
-    """Plan the steps that `convert` would take, with images to fit to if `measured`. Raises as
-    `plan_step`.
+    """Plan the steps that `convert` would take.
+
+    Args:
+        network: The source.
+        to: The target's name.
+        measured: Whether there are images to fit values to.
+        options: The options of the target.
+
+    Raises:
+        NormswapError: As `plan_step` does.
     """
     schemes.check_target(to)
     before: Step | None = None
@@ -89,6 +97,7 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     restricted = restrict(anatomy, **limits)
     builder: PlanBuilder = scheme.plan(restricted, **chosen.own)
     builder.refusals.update(aliasing_conflicts(builder))
+
     if builder.refusals:
         listed = [
             f"{path or 'the network itself'}: {why}"
@@ -101,8 +110,10 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
             "; ".join(listed),
             _leaving(restricted, chosen, builder),
         )
+
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
         raise _nothing(restricted, scheme.name, builder)
+
     return Step(scheme.name, {**chosen.own, **limits}, builder.edits(), builder.outcomes), builder
 
 
@@ -121,16 +132,19 @@ def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
 def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
+
     why = f"its norms are {kinds}"
     if builder.outcomes:
         what = ", ".join(
             f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items()
         )
         why += f", and stay as they are: {what}"
+
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if any(norm.averages for norm in norms):
         images = f"'{spelled('calibrate', metavar='DATA')}' (images, no labels needed)"
         remedy = f"{images} replaces them by what they do on average, in the way to {to}"
+
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 
 
@@ -179,7 +193,9 @@ def convert(
     network = Network.of(
         model, inputs=inputs, size=input_size, seed=seed, calibrate=calibrate, progress=progress
     )
+
     schemes.check_target(to)
+
     # Folding is done in float64, which MPS has not.
     work_on = network.with_double()
     if to == "unfold":
@@ -188,8 +204,10 @@ def convert(
         conversion = _alike(work_on, to, dict(options))
     else:
         conversion = _converted(work_on, to, dict(options))
+
     if work_on is network:
         return conversion
+
     return replace(
         conversion, network=replace(conversion.network, module=conversion.model.to(network.device))
     )
@@ -207,6 +225,7 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
     network = source.fitted_to(images, source.progress)
+
     conversions: list[Conversion] = []
     for chosen in steps:
         step, builder = _plan_step(network.anatomy, chosen)
@@ -218,27 +237,32 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(images, source.progress)
+
     last = conversions[0] if len(conversions) == 1 else _joined(source, conversions)
     if last.report.exact and (note := intermediates.note(source, last.model)):
         return replace(last, notes=(*last.notes, note))
+
     return last
 
 
 def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
-    """The schemes of a conversion with their options, in order: what the target needs, the target,
-    the purpose.
+    """Return the schemes of a conversion with their options, in order.
+
+    They are what the target needs, the target itself, and the purpose:
 
     - With images (`measured`), norms with statistics per sample first become BatchNorms.
     - A target with scalars on branches needs the factors of normalizer-free blocks folded first.
     - For a target that needs BatchNorms, lost ones come back from the statistics that the network
-    carries.
+      carries.
     - For `batchnorm` a network that never had norms gets some, if `where` asks for it or there are
-    images.
+      images.
 
-    Raises OptionError: an unknown scheme, option or purpose, or a pattern that names nothing.
+    Raises:
+        OptionError: The scheme, an option or the purpose is unknown, or a pattern names nothing.
     """
     purpose = options.get("purpose")
     schemes.check_purpose(purpose)
+
     options = {name: value for name, value in options.items() if name != "purpose"}
     target = schemes.chosen(to, options)
     limits = patterns(options)
@@ -252,15 +276,18 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     before: list[str] = []
     if averaged:
         before.append("estimate")
+
     if target.scheme.on_branches and any(
         norm_free.ends_in_own_factor(anatomy, block) for block in anatomy.included_blocks
     ):
         before.append("folded")
+
     lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
     if target.scheme.starts_from is not None and lost and not (alive or averaged):
         before.append(target.scheme.starts_from)
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
     where = target.options.get("where", "norms")
+
     if where == "norms" and to == "batchnorm" and measured and not (alive or lost or averaged):
         where = "activation"
     if where != "norms":
@@ -268,14 +295,17 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
         if target.options["ghost_batch"]:
             way.append(target)
         return way + after
+
     way = [schemes.chosen(name, limits) for name in before]
     # The estimated norms are the BatchNorms that were asked for.
     if not (averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")):
         way.append(target)
+
     if to == "folded" and target.options["branches"] == "merge":
         merging = schemes.chosen("merged-branches", limits)
         if merging.scheme.plan(anatomy).replacements:
             way.append(merging)
+
     return way + after
 
 
@@ -296,15 +326,18 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
     last = conversions[-1]
     steps = last.plan.steps[-len(conversions) :]
     exact = all(schemes.of(step).exact for step in steps)
+
     precise = None
     if exact:
         precise = comparison.compare_double(
             source, lambda: applying.apply(source.module, steps, double=True)
         )
+
     keeps_blocks = applying.keeps_streams(steps)
     report = comparison.compare(
         source, last.model, exact=exact, precise=precise, keeps_blocks=keeps_blocks
     )
+
     fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
     # The exact steps lose nothing, so the fitted step's agreement holds for all steps.
     if len(fitted) == 1:
@@ -313,17 +346,21 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
         report = replace(
             report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself"
         )
+
     comparison.require_passed(source, report, " and ".join(step.scheme for step in steps))
     outcomes = {
         path: outcome for conversion in conversions for path, outcome in conversion.outcomes.items()
     }
+
     renames: dict[str, str] = {}
     for conversion in conversions:
         later = dict(conversion.renames)
         renames = {old: later.pop(new, new) for old, new in renames.items()} | later
+
     names_of_source = source.module.state_dict().keys()
     survived = tuple((old, new) for old, new in renames.items() if old in names_of_source)
     notes = tuple(dict.fromkeys(note for conversion in conversions for note in conversion.notes))
+
     return Conversion(last.network, report, outcomes, notes, survived, len(conversions))
 
 
@@ -332,6 +369,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         raise OptionError(
             f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options"
         )
+
     # Rounded weights of a stream that was centred for an RMSNorm have a small mean, which float64
     # would show.
     rounded = not applying.keeps_streams(network.provenance.plan.steps)
@@ -340,10 +378,12 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         precise = comparison.compare_double(
             network, lambda: unfolding.unfold(network.doubled()).module
         )
+
     result = unfolding.unfold(network)
     report = comparison.compare(network, result.module, precise=precise, keeps_blocks=not rounded)
     if report.unproved:
         comparison.require_passed(network, report, to)
+
     if not report.passed:
         why = (
             f"the source computes something else (relative L2 error {report.worst.relative_l2:.1e})"
@@ -353,7 +393,9 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
             " source network"
         )
         raise VerificationError("cannot unfold", why, remedy)
+
     norms = [
         path for path, module in result.module.named_modules() if affine.is_affine_norm(module)
     ]
+
     return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))

@@ -1,6 +1,4 @@
-"""PROVE, where: the first layer of a network that a file, or a copy of the network, computes
-otherwise.
-"""
+"""PROVE, where: the first layer that a file, or a copy of the network, computes otherwise."""
 
 import math
 import statistics
@@ -105,6 +103,7 @@ def _measured(
     without = [
         node for node, place in closest.items() if departures[node].relative_l2 > nearest[place]
     ]
+
     departures, _ = _departures(traced, example, floats, without, similar=_SIMILAR)
     for node in without:
         readers = (
@@ -112,6 +111,7 @@ def _measured(
         )
         reader = departures[next(readers, node)]
         departures[node] = replace(reader, site=departures[node].site, kind=departures[node].kind)
+
     return departures
 
 
@@ -134,10 +134,12 @@ def _departures(
         node: traced.fetch(str(node.target)) for node in traced.nodes if node.op == "get_attr"
     }
     departures: dict[fx.Node, Departure] = {}
+
     closest: dict[fx.Node, int] = {}
     for node in (node for node in traced.nodes[:-1] if node not in outputs):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), outputs.__getitem__)
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
+
         depends = any(traced.depends(node, placeholder) for placeholder in placeholders)
         if (
             depends
@@ -158,6 +160,7 @@ def _departures(
             departures[node] = departure = _departure(traced, node, output, value)
             if departure.relative_l2 <= similar and node not in without and output.is_contiguous():
                 output.copy_(value)
+
     return departures, closest
 
 

@@ -41,24 +41,29 @@ class HeldOutSplit:
         self.held = []
         room = MOST
         fitted_to: set[bytes] = set()
+
         position = 0
         for i, batch in enumerate(self.batches):
             if not batch.tensors():
                 yield batch
                 continue
+
             out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
             position += batch.count
             held_out = None if self.whole else batch.take(out)
             fitted = None if self.whole else batch.take(~out)
+
             if held_out is None and fitted is None:
                 held_out, fitted = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
             if held_out is not None and room > 0:
                 first = held_out if self.whole else held_out.first(room)
                 self.held += [first] if self.whole else parts(first, self.device)
                 room -= first.count
+
             if fitted is not None:
                 fitted_to.update(_hashes(fitted))
                 yield from [fitted] if self.whole else parts(fitted, self.device)
+
         count = sum(call.count for call in self.held)
         self.held = [
             different
@@ -103,10 +108,12 @@ def measured(
     count = 0
     axis = None
     same = defaultdict[str, float](float)
+
     compared = defaultdict[str, int](int)
     for example in held:
         pair = running.both(source, result, example.like(source))
         assert pair is not None, "there is no second size"
+
         (before, _), (after, _) = pair
         error = comparison.worst("", example.images, before, after, exact=False)
         floats = [
@@ -119,11 +126,14 @@ def measured(
         size = size + squares
         count = count + example.count
         axis = comparison.class_axes(before, anatomy).get("")
+
         for answer, share in comparison.agreements(before, after, anatomy).items():
             same[answer] += share * example.count
             compared[answer] += example.count
+
     if not count:
         return None
+
     shares = {answer: same[answer] / count for answer in same if compared[answer] == count}
     agreement, answers = comparison.least_agreement(shares)
     return Kept(agreement, (off / size) ** 0.5, count, answers, axis)

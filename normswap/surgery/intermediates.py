@@ -13,12 +13,12 @@ _OTHERWISE = 1e-3
 
 
 def note(source: Network, result: nn.Module) -> str:
-    """A sentence where `forward_intermediates` of an exact result gives other features than the
-    source's; empty where it gives the same, or the source has no such method.
+    """Return a sentence where `forward_intermediates` of an exact result gives other features.
 
-    Only `forward` is recorded and proved. A convolution that took over its norm gives the norm's
-    values where the source hands out the convolution's own, and a stream without its mean is
-    another stream.
+    It is empty where the features are the source's, or where the source has no such method. Only
+    `forward` is recorded and proved. A convolution that took over its norm gives the norm's values
+    where the source hands out the convolution's own, and a stream without its mean is another
+    stream.
     """
     example = source.short_example
     if not hasattr(source.module, "forward_intermediates") or not example.only_images:

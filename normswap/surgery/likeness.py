@@ -1,10 +1,9 @@
-"""BatchNorm back in an architecture's own class: the weights of a network without norms, loaded by
-name.
+"""BatchNorm back in an architecture's own class, for a network without norms.
 
-Each norm begins as the identity, plus the bias of its convolution where that class has none. Then
-it gets statistics measured on images, and gamma = sqrt(var + eps), beta = bias + mean undo them
-(Ioffe & Szegedy 2015, arXiv:1502.03167, section 3: a norm can be the identity). The result needs no
-layer of normswap's.
+The weights are loaded by name. Each norm begins as the identity, plus the bias of its convolution
+where that class has none. Then it gets statistics measured on images, and gamma = sqrt(var + eps),
+beta = bias + mean undo them (Ioffe & Szegedy 2015, arXiv:1502.03167, section 3: a norm can be the
+identity). The result needs no layer of normswap's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,16 +32,18 @@ _MEASURED = Outcome("norms measured", "has statistics measured on images")
 def batchnorm_like(
     network: Network, like: str | nn.Module, batches: Iterable[object]
 ) -> Conversion:
-    """The network in the class of `like`, with that class's BatchNorms and statistics measured on
-    `batches`.
+    """Return the network in another class, with that class's BatchNorms.
 
     Args:
-        like: an architecture, named as a MODEL is, or a network of that class, which is not
-            changed.
+        network: A network without norms.
+        like: The architecture, named as a MODEL is, or a network of that class, which stays as it
+            is.
+        batches: Images on which the statistics are measured.
 
-    Raises SourceError: no such architecture, or unusable images; RefusedError: the weights do not
-    fit it, or it computes something else with them; VerificationError: a variance is not finite, or
-    too large for its dtype.
+    Raises:
+        SourceError: There is no such architecture, or the images are unusable.
+        RefusedError: The weights do not fit the class, or it computes something else with them.
+        VerificationError: A variance is not finite, or too large for its dtype.
     """
     if isinstance(like, nn.Module):
         module = copying.duplicate(like, {})
@@ -50,6 +51,7 @@ def batchnorm_like(
     else:
         module = _built(network, like)
         arch = provenance.of(module).arch
+
     module.to(network.device, network.dtype).train(network.module.training)
     skeleton = unfolding.bare(network, module, arch)
     if network.inputs is None:
@@ -67,6 +69,7 @@ def batchnorm_like(
     report = comparison.compare(network, module, precise=precise)
     if report.unproved:
         comparison.require_passed(network, report, "batchnorm")
+
     if not report.passed:
         worst = max(report.logits, key=lambda error: error.relative_l2)
         why = (
@@ -74,6 +77,7 @@ def batchnorm_like(
             f" {worst.relative_l2:.1e})"
         )
         raise RefusedError(_ANOTHER, why)
+
     notes = (f"the statistics of {len(shifts)} norms were measured on {measured.images} images",)
     return Conversion(skeleton.after(module), report, dict.fromkeys(shifts, _MEASURED), notes)
 
@@ -97,8 +101,9 @@ def _built(network: Network, like: str) -> nn.Module:
 
 
 def _classes(network: Network) -> int:
-    """How many classes it tells apart, by its classifier or by what its builder was told; 0 where
-    neither says it.
+    """Return how many classes a network tells apart; 0 where nothing says it.
+
+    Its classifier says it, or what its builder was told.
     """
     anatomy = network.anatomy
     arch = provenance.of(network.module).arch
@@ -108,24 +113,30 @@ def _classes(network: Network) -> int:
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
-    """Copy the tensors by name, and make every norm the identity; returns, by norm, its
-    convolution's bias (C,).
+    """Copy the tensors by name into the skeleton, and make every norm the identity.
+
+    Returns:
+        The bias (C,) of the convolution before each norm, by the norm.
     """
     traced = skeleton.anatomy.traced
     tensors = network.module.state_dict()
+
     shifts: dict[str, Tensor] = {}
     for path, norm in traced.modules.items():
         if not affine.is_batchnorm(norm) or id(norm) not in traced.calls:
             continue
+
         if norm.weight is None or norm.running_mean is None:
             why = f"{path} has no gamma and beta, or no running statistics"
             raise RefusedError("the norms of that architecture cannot be the identity", why)
+
         norm.reset_running_stats()  # type: ignore[operator]
         norm.weight.fill_((1.0 + affine.epsilon(norm)) ** 0.5)  # type: ignore[operator]
         norm.bias.zero_()  # type: ignore[union-attr,operator]
         shifts[path] = torch.zeros(
             affine.channels(norm), dtype=torch.float64, device=skeleton.device
         )
+
     for name, tensor in skeleton.module.state_dict().items():
         path, _, leaf = name.rpartition(".")
         if path in shifts:
@@ -136,6 +147,7 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
             raise RefusedError(_ANOTHER, f"it has no {name} of size {tuple(tensor.shape)}")
         else:
             tensor.copy_(tensors[name])
+
     places = skeleton.module.state_dict().keys()
     for edit in fold_norms(skeleton.anatomy).edits():
         after = [read for read in edit.absorbed if read[1].way is AbsorbMode.AFTER]
@@ -143,4 +155,5 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
         if name in tensors and name not in places and len(after) == 1:
             ((norm_path, absorption),) = after
             shifts[norm_path][absorption.channels] += tensors[name].double()
+
     return shifts

@@ -46,12 +46,13 @@ class HasModel(Protocol):
 
 
 class _Calls:
-    """Batches of any form, a function that returns them, or a single batch, as calls of a network."""
+    """Batches, a function that returns them, or a single batch, as calls of a network."""
 
     def __init__(self, calibrate: Batches, form: Example) -> None:
         batches: object = calibrate
         if callable(calibrate):
             batches = calibrate()
+
         several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
         if (
             several
@@ -59,6 +60,7 @@ class _Calls:
             or isinstance(batches, Tensor | Mapping | Example)
         ):
             batches = [batches]
+
         self.batches: Iterable[object] = batches
         self.form = form
 
@@ -71,22 +73,22 @@ class _Calls:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A network, how it is called, and the images that its values are fitted to. No function that
-    takes it changes it.
+    """A network, how it is called, and the images that its values are fitted to.
 
-    After a change of the module, make another record: this one stores what it has computed.
+    No function that takes a record changes it. After a change of the module, make another record:
+    this one stores what it has computed.
 
     Args:
-        module: the network itself.
-        inputs: what it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of
-            batches of these; by default random ones of its stated shapes
+        module: The network itself.
+        inputs: What it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of
+            batches of these. By default random ones of its stated shapes
             (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
-        size: (C, H, W) of one input; by default the network's own (`network_input.size`), or that
-            of the first batch to calibrate on.
-        seed: of all random numbers.
-        calibrate: batches to fit values to, a function that returns them, or "synthetic": images
+        size: The size of one input (C, H, W). By default the network's own (`network_input.size`),
+            or that of the first batch to calibrate on.
+        seed: The seed of all random numbers.
+        calibrate: Batches to fit values to, a function that returns them, or "synthetic": images
             made from the statistics of the network's BatchNorms.
-        progress: called while values are fitted, with the layers done and their total.
+        progress: Called while values are fitted, with the number of layers done and their total.
     """
 
     module: nn.Module
@@ -101,12 +103,14 @@ class Network:
         object.__setattr__(self, "module", network_input.require_module(self.module))
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
+
         if self.inputs is None and self.size is None:
             object.__setattr__(
                 self, "inputs", network_input.drawn_calls(self.module, seed=self.seed)
             )
             if self.inputs is None and network_input.stated_size(self.module) is None:
                 self._look_at_images()
+
         if isinstance(self.calibrate, str) and self.calibrate != "synthetic":
             raise OptionError(
                 f"calibrate={self.calibrate!r} is neither batches of images nor 'synthetic'"
@@ -135,17 +139,20 @@ class Network:
         calibrate: Batches | str | None = None,
         progress: Progress | None = None,
     ) -> Network:
-        """The record of a module, or of a result that holds one; a record itself gets the other
-        arguments.
+        """Return the record of a module, or of a result that holds one.
+
+        A record itself is returned with the other arguments in place of its own.
         """
         if inputs is not None and size is not None:
             raise OptionError(
                 "inputs= and input_size= both say what the network takes", remedy="Give one of them"
             )
+
         if not isinstance(model, Network):
             module = network_input.require_module(model)
             network_input.check_values(module)
             return cls(module, inputs, size, seed or 0, calibrate, progress)
+
         values = {
             "inputs": inputs,
             "size": size,
@@ -156,9 +163,11 @@ class Network:
         changes = {name: value for name, value in values.items() if value is not None}
         if not changes:
             return model
+
         network = replace(model, **changes)  # type: ignore[arg-type]
         if changes.keys() <= {"calibrate", "progress"}:
             return network._seen_as(model)
+
         return network
 
     def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
@@ -173,8 +182,9 @@ class Network:
         return self
 
     def after(self, module: nn.Module) -> Network:
-        """The record of another module that takes the same inputs: the result of a step, or a copy
-        in float64.
+        """Return the record of another module that takes the same inputs.
+
+        That is the result of a step, or a copy in float64.
         """
         after = Network(module, self.inputs, self.size, self.seed)
         if self.inputs is None or after.dtype == self.dtype:
@@ -207,8 +217,9 @@ class Network:
         return True
 
     def with_double(self) -> Network:
-        """The network itself, or with a copy of its module on the CPU where its device has no
-        float64.
+        """Return a record whose device has float64.
+
+        That is this record, or one with a copy of the module on the CPU.
         """
         if self.device_has_double:
             return self
@@ -224,8 +235,10 @@ class Network:
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The anatomy, from a recorded forward; raises TraceError: it does not run, or cannot be
-        recorded.
+        """The anatomy of the network, from a recorded forward.
+
+        Raises:
+            TraceError: The network does not run, or cannot be recorded.
         """
         if self.inputs is not None:
             return inspection.inspect(self.module, self.calls)
@@ -253,8 +266,10 @@ class Network:
 
     @cached_property
     def calls(self) -> list[Example]:
-        """The inputs, or noise at two sizes where it takes two; raises OptionError: no images, or
-        NaN.
+        """The given inputs as calls, or noise, at two sizes where the network takes two.
+
+        Raises:
+            OptionError: There are no images, or they hold NaN.
         """
         if self.inputs is None:
             return running.noise(self.module, self.input_size, seed=self.seed)
@@ -264,8 +279,9 @@ class Network:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The calls that a result is proven on; a single one of noise where every size takes the
-        same way.
+        """The calls that a result is proved on.
+
+        Of noise a single call is enough where every size takes the same way through the network.
         """
         if self.inputs is not None:
             return self.calls
@@ -277,9 +293,11 @@ class Network:
 
     @cached_property
     def short_example(self) -> Example:
-        """The call that is enough to look at: the given batch where it is small, else its first
-        sample, if the network takes that alone and gives the same for it. Of noise, which has two
-        samples, always the first: who uses it takes the whole batch where that does not run.
+        """The call that is enough to look at.
+
+        It is the given batch where that is small, else its first sample, if the network takes that
+        alone and gives the same for it. Of noise, which has two samples, it is always the first:
+        whoever uses it takes the whole batch where that does not run.
         """
         example = self.examples[0]
         if self.inputs is None:
@@ -293,6 +311,7 @@ class Network:
         """The images that values are fitted to: the user's, or synthetic ones of this network."""
         if not isinstance(self.calibrate, str):
             return self.calibrate
+
         size = self.size or self.examples[0].size
         make = partial(
             synthetic_images.make,
@@ -302,6 +321,7 @@ class Network:
             seed=self.seed,
             progress=self.progress,
         )
+
         return SyntheticImages(make)
 
     @property

@@ -66,6 +66,7 @@ def recalibrate(
     means_only = bool(record.pop("means_only", False))
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
         raise OptionError(f"recalibrate has no option {', '.join(unknown)}")
+
     model, broken = _without_broken_statistics(model)
     network = Network.of(
         model, inputs=inputs, size=input_size, calibrate=batches, progress=progress
@@ -73,20 +74,24 @@ def recalibrate(
     references = (against,) if isinstance(against, nn.Module) else tuple(against)
     if references:
         return _restored(network, references, means_only, record)
+
     if not _keeps_statistics(network.module):
         remedy = (
             f"'{spelled('against', metavar='SOURCE')}' names the network before it was pruned,"
             " rounded or averaged"
         )
         raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
+
     norms_of(network.module)
     conversion = carry_out(network, Step("recalibrate", record, ()))
     if not broken:
         return conversion
+
     note = (
         f"the statistics of {len(broken)} norms were broken ({', '.join(broken[:3])}); the report"
         " is about 0 and 1"
     )
+
     return replace(conversion, notes=(*conversion.notes, note))
 
 
@@ -103,9 +108,11 @@ def _restored(
     if _keeps_statistics(network.module):
         remedy = f"Leave out '{spelled('against')}': its BatchNorms get those of the images"
         raise RefusedError("the network keeps statistics of its own", remedy=remedy)
+
     bare = tuple(_without_norms(reference, network) for reference in references)
     images = network.images
     assert images is not None
+
     step = Step("recalibrate", {**record, "against": len(bare), "scales": not means_only}, ())
     result = applied(network, step)
     calls = calls_of(images, network)
@@ -113,6 +120,7 @@ def _restored(
     notes = restore(result, bare, calls, means_only=means_only, progress=progress)
     report = comparison.compare(network, result, exact=False)
     comparison.require_passed(network, report, step.scheme)
+
     return Conversion(network.after(result), report, {}, notes)
 
 
@@ -127,14 +135,17 @@ def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
 def _without_broken_statistics(model: nn.Module | Network) -> tuple[nn.Module | Network, list[str]]:
     if not isinstance(model, nn.Module):
         return model, []
+
     broken = [
         path
         for path, module in nn.Module.named_modules(model)
         if network_input.has_broken_statistics(module)
     ]
+
     if broken:
         model = copying.duplicate(model, {})
     for path in broken:
         model.get_submodule(path).get_buffer("running_mean").zero_()
         model.get_submodule(path).get_buffer("running_var").fill_(1.0)
+
     return model, broken

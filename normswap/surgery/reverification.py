@@ -24,7 +24,11 @@ from normswap.surgery.report import Report
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
-    """The source of a converted network; raises SourceError: it had random weights, which are lost."""
+    """Return the source of a converted network.
+
+    Raises:
+        SourceError: The source had random weights, which are lost.
+    """
     record = provenance.of(result)
     remedy = f"Say what to compare with: '{spelled('against', metavar='MODEL')}'."
     if record.sha256 is None:
@@ -39,6 +43,7 @@ def how(result: nn.Module) -> Body:
     record = provenance.of(result)
     if record.arch is None:
         return {}
+
     # The result was loaded, so a factory that builds it is trusted.
     trusted = kinds.by_builder(record.arch.builder).foreign
     options: Body = {"arch_args": record.arch.kwargs, "named": False, "trust_factory": trusted}
@@ -47,12 +52,14 @@ def how(result: nn.Module) -> Body:
         options["arch"] = kinds.named(record.arch)
     if record.pretrained_cfg.get("input_size"):
         options["input_size"] = network_input.size(result)
+
     return options
 
 
 def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
-    """Whether the source has the same tensors as when `result` was made; None where that was not
-    recorded.
+    """Whether the source still has the tensors that it had when the result was made.
+
+    None says that this was not recorded.
     """
     hashed = provenance.of(result).sha256
     if hashed is None:
@@ -61,8 +68,11 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
 
 
 def again(source: Network, result: nn.Module) -> Report:
-    """Compare a loaded result with its source; raises TraceError, VerificationError: one of them
-    does not run.
+    """Compare a loaded result with its source.
+
+    Raises:
+        TraceError: The source cannot be recorded.
+        VerificationError: One of them does not run.
     """
     steps = Network(result).provenance.plan.steps
     exact = all(schemes.of(step).exact for step in steps)
@@ -80,8 +90,10 @@ def first_converted_layer_apart(
     """
     if report.passed or not report.exact:
         return None
+
     example = source.examples[0]
     values = list[object]()
+
     allowed = report.tolerance[report.worst.precision]
     try:
         expected = applying.apply(source.module, provenance.of(result).plan.steps)
@@ -96,15 +108,19 @@ def first_converted_layer_apart(
 def on_images(
     source: Network, result: nn.Module, loader: Loader, progress: Progress | None = None
 ) -> Body:
-    """Top-1 in percent of both networks and the fraction of equal answers; without labels or
-    classes, the relative L2.
+    """Return the top-1 of both networks, in percent, and the fraction of equal answers.
+
+    Where there are no labels or classes, the relative L2 takes their place.
 
     Args:
-        loader: batches of images and labels; -1: no label.
-        progress: called with the images done and their total; twice over all where there are
-            labels.
+        source: The source.
+        result: The converted network.
+        loader: Batches of images and labels; the label -1 says that there is none.
+        progress: Called with the number of images done and their total; twice over all images where
+            there are labels.
 
-    Raises SourceError: no images, or labels that are no classes of the networks.
+    Raises:
+        SourceError: There are no images, or the labels are no classes of the networks.
     """
     if not source.anatomy.features and not labels_are_missing(loader):
         before, answers = classify(source.module, loader, progress=progress)
@@ -116,11 +132,13 @@ def on_images(
             "agreement": same,
             "count": before.count,
         }
+
     form = calling.form(source.module)
     calls = (form.read(batch)[0] for batch in loader)
     figures = held_out.measured(source.module, result, calls, source.anatomy)
     if figures is None:
         raise SourceError("no images to compare on")
+
     return asdict(figures)
 
 

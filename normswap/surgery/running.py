@@ -67,9 +67,11 @@ def both(
                 f"the source does not run on {example}", first_line(error)
             ) from None
         return None
+
     if not outputs[0]:
         remedy = "Its forward has to return what it computes"
         raise VerificationError("the source gives no tensor", "there is nothing to compare", remedy)
+
     with explained(VerificationError, f"the result does not run on {example}"):
         return outputs, run(result, example, paths)
 
@@ -118,6 +120,7 @@ def by_parts(
             for name, t in tensors_of_module.items()
             if t is not None and t.is_floating_point()
         }
+
         lent[module] = {name: t.data for name, t in floats.items()}
         for name, tensor in floats.items():
             double_tensor = ready.pop(id(tensor), (tensors or {}).get(id(tensor)))
@@ -186,6 +189,7 @@ def noise(
     generator = torch.Generator().manual_seed(seed)
     called = form(model)
     why = ""
+
     first, *others = dict.fromkeys([*network_input.small(size), tuple(size)])
     for shape in (first, *others):
         x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
@@ -196,12 +200,14 @@ def noise(
         except Exception as error:
             why = first_line(error)
             continue
+
         # `compare` leaves this image of a second size out if the network does not take it.
         second = others[:1] if shape == first else []
         return [
             x,
             *(called.of(torch.randn(1, *shape, generator=generator).to(like)) for shape in second),
         ]
+
     raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
 
 
@@ -223,17 +229,20 @@ def runs_on_one(model: nn.Module, example: Example) -> bool:
     alone = example.first(1)
     if alone is example:
         return True
+
     try:
         outputs, _ = run(model, alone)
     # A user's forward may raise anything.
     except Exception:
         return False
+
     whole, _ = run(model, example)
     rows = {
         name: value[: len(outputs[name])] if value.ndim else value
         for name, value in whole.items()
         if name in outputs and outputs[name].ndim == value.ndim
     }
+
     return outputs.keys() == rows.keys() and all(
         _is_near(value, rows[name]) for name, value in outputs.items()
     )

@@ -288,6 +288,7 @@ class _Trial:
             for entered, other in zip(inputs, self.second.rows.get(path, []), strict=False):
                 if entered.shape != other.shape or not bool(self._moved(entered, other).any()):
                     continue
+
                 if len(entered) != self.count:
                     findings[path] = (
                         f"it gets {len(entered)} rows for {self.count} samples, so the gradient of"
@@ -298,6 +299,7 @@ class _Trial:
                         "row i of its input is not sample i, so the gradient of a row is not that"
                         " of a sample"
                     )
+
         return findings
 
     def _leaking_outputs(
@@ -530,6 +532,7 @@ class _Watch(TorchFunctionMode):
         if tensors:
             values = tuple(tensor.detach().clone() for tensor in tensors)
             self.operations.append(_Operation(_name(func), self.around[-1], tensors, values))
+
         return result
 
 
@@ -625,6 +628,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
         for name, tensor in {**frozen, **module._buffers}.items():
             if tensor is not None:
                 state[dotted(path, name)] = tensor.detach()
+
     return state
 
 

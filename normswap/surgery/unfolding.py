@@ -1,5 +1,4 @@
-"""Unfold: back to the source's BatchNorm, from the norm tensors that a checkpoint keeps beside its
-weights.
+"""Unfold: back to the source's BatchNorm, from the norms that a checkpoint keeps.
 
 The converted network is first brought to its canonical form C. The bare source architecture, with
 its old norms, has the same canonical form: W_C = s W, b_C = s b + t. So W = W_C / s, and beta takes
@@ -42,15 +41,18 @@ def unfold(network: Network) -> Network:
         raise RefusedError(
             "nothing to unfold", "the network was not converted: its norms are its own", remedy
         )
+
     if record.merged_paths:
         why = "branches were merged into one convolution, which does not say what each of them was"
         remedy = f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`"
         raise RefusedError("cannot unfold", why, remedy)
+
     arch = architecture(network.module)
     if arch is None:
         raise RefusedError(
             "cannot unfold", "nobody knows how to build the source", "Keep the source network"
         )
+
     source = bare(network, zoo.create(arch).to(next(network.module.parameters())), arch)
     canonical = _canonical(network)
     state = source.module.state_dict()
@@ -62,11 +64,13 @@ def unfold(network: Network) -> Network:
     _copy(state, _tensors(network.module, affine.is_affine_norm))
     builder = fold_norms(source.anatomy)
     modules = builder.anatomy.traced.modules
+
     converted = _by_old_path(canonical)
     for edit in builder.edits():
         if edit.path not in converted:
             raise RefusedError(f"cannot unfold {edit.path}", "it is not in the converted network")
         _invert(edit, modules, converted[edit.path])
+
     source.module.train(network.module.training)
     return source
 
@@ -91,8 +95,10 @@ def architecture(model: nn.Module) -> Arch | None:
 
 
 def _canonical(network: Network) -> nn.Module:
-    """The network's canonical form, without scalars; raises RefusedError: it has none that the
-    source shares.
+    """Return the network's canonical form, without scalars.
+
+    Raises:
+        RefusedError: It has no canonical form that the source shares.
     """
     builder = fold_norms(network.anatomy)
     anatomy = network.anatomy
@@ -102,6 +108,7 @@ def _canonical(network: Network) -> nn.Module:
             calibrate = spelled("calibrate", metavar="DATA")
             remedy = f"Keep the source network; or first convert to folded with `{calibrate}`"
             raise RefusedError(f"cannot unfold {norm.path}", why, remedy)
+
     for path, module in anatomy.traced.modules.items():
         if reparametrized.keeps_input_bias(module):
             why = (
@@ -109,6 +116,7 @@ def _canonical(network: Network) -> nn.Module:
                 " computes that"
             )
             raise RefusedError(f"cannot unfold {path}", why, "Keep the network as it is")
+
     scalars = [path for path, module in anatomy.traced.modules.items() if scales_branch(module)]
     for path in (
         *builder.refusals,
@@ -118,6 +126,7 @@ def _canonical(network: Network) -> nn.Module:
             f"cannot unfold {path}",
             builder.refusals.get(path) or str(builder.outcomes.get(path, "")),
         )
+
     return applying.apply_step(network.module, Step("folded", {}, builder.edits()))
 
 
@@ -146,6 +155,7 @@ def _tensors(
                 **dict(module.named_buffers(recurse=False)),
             }
             tensors.update({dotted(path, name): tensor for name, tensor in own.items()})
+
     return tensors
 
 

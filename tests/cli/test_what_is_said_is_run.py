@@ -40,7 +40,10 @@ STARTS = (
     ["verify", "file.pt2", "--against", MODEL],
 )
 # Nothing is wrong with the network of the demo.
-WARNING = r"\bwarning|FAILED|WRONG|NOT PROVED|too few|not measured|not what it was|assumed|unverified|\bdead\b"
+WARNING = (
+    r"\bwarning|FAILED|WRONG|NOT PROVED|too few|not measured|not what it was|assumed|unverified"
+    r"|\bdead\b"
+)
 
 
 def kind_of(words: list[str]) -> list[str]:

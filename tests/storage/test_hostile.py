@@ -100,9 +100,11 @@ def attempt(open_file: Callable[[], Any]) -> Any:
         try:
             return open_file()
         except NormswapError as error:
-            str(error).encode("utf-8")
-            assert str(error)
-            return None
+            sentence = str(error)
+
+    # An error has a sentence that every terminal can show.
+    assert sentence.encode("utf-8")
+    return None
 
 
 def copied(place: Place, folder: Path, name: str) -> Path:

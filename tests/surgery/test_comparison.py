@@ -231,7 +231,7 @@ def test_a_nan_source_is_rejected() -> None:
 
 
 def test_a_source_that_overflows_in_its_own_precision_is_rejected() -> None:
-    """Finite in float64, infinite in float16: nothing was measured in the precision the user has."""
+    """Finite in float64, infinite in float16: nothing was measured in the user's precision."""
     model = copy.deepcopy(source()).half()
     model.get_submodule("fc").get_parameter("weight").data.mul_(6e4)
     x = 100 * inputs()[0].half()

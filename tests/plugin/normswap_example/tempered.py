@@ -1,4 +1,4 @@
-"""A BatchNorm whose gamma is multiplied by a temperature; in eval mode an affine map per channel."""
+"""A BatchNorm whose gamma is multiplied by a temperature; in eval mode an affine map."""
 
 from __future__ import annotations
 
