@@ -87,6 +87,7 @@ def run(
     """The network's output; a SourceError where it does not run."""
     try:
         return example.call(model)
+    # The forward is the user's, and may raise anything.
     except Exception as error:
         raise misfit(error, what, example) from None
 

@@ -177,6 +177,7 @@ class Lockstep:
                     self.interpreters, batch, self.reached, ends, strict=True
                 ):
                     interpreter.run(values, begin, end)
+            # The recorded operations are the user's, and may raise anything for other images.
             except Exception as error:
                 what = "these images take another way through the network than the first"
                 raise misfit(error, what, self.first) from None

@@ -64,6 +64,7 @@ class ExportedFile:
             metadata = {str(name): str(value) for name, value in noted.items()}
         except NormswapError:
             raise
+        # A runtime's reader may raise anything for a damaged file.
         except Exception as error:
             raise SourceError(
                 f"{file} is no readable {form.name} file", first_line(error)

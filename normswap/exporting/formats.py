@@ -400,6 +400,7 @@ def refusing(what: str) -> Iterator[None]:
             yield
     except (NormswapError, OSError):
         raise
+    # A vendor's exporter may raise anything.
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]

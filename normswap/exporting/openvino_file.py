@@ -53,6 +53,7 @@ def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
         model.set_rt_info(value, ["normswap", key])
     try:
         ov.save_model(model, file, compress_to_fp16=contents.network.dtype == torch.float16)
+    # OpenVINO raises RuntimeError, or errors of its own, when it cannot write.
     except Exception as error:
         raise OSError(f"OpenVINO cannot, as on a full disk ({first_line(error)})") from None
 

@@ -100,6 +100,7 @@ class Signature:
                 outputs = self.call(network, tensors)
         except NormswapError as error:
             raise NoAnswerError(error.what, error.why, _OTHERS) from None
+        # The forward is the user's, and may raise anything.
         except Exception as error:
             what = f"an input of size {','.join(map(str, tensors[0].shape[1:]))}"
             raise OptionError(f"the network does not run on {what}", first_line(error)) from None

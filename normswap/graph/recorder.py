@@ -375,6 +375,7 @@ class Recorder(TorchFunctionMode):
                 result = original(module, *args, **kwargs)
             finally:
                 self.around.pop()
+        # Whatever a user's forward raises goes on; only its place is remembered.
         except Exception:
             self.failed = self.failed or path
             raise

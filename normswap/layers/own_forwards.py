@@ -133,6 +133,7 @@ def computes(layer: nn.Module) -> bool:
                 if not _is_as_stated(twin, extra, scale, generator):
                     return False
         return True
+    # A foreign forward may refuse to be copied, or an input of this shape.
     except Exception:
         return False
 

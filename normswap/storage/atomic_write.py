@@ -179,6 +179,7 @@ def _exchange(
         for new_file in new_files:
             os.replace(new_file, folder / new_file.name)
             placed.append(new_file.name)
+    # An interrupt, too, puts everything back before it goes on.
     except BaseException:
         for name in reversed(placed):
             os.replace(folder / name, new_files[0].with_name(name))

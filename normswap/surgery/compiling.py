@@ -79,6 +79,7 @@ def compare(network: Network, example: Example) -> list[Deviation]:
         with config.patch(fallback_random=True):
             compiled_outputs, _ = running.run(compiled, example)
             compiled_gradients = _gradients(compiled, example) if gradients else {}
+    # The compiler and what it calls may raise anything.
     except Exception as error:
         why = first_line(getattr(error, "inner_exception", error))
         remedy = "torch.compile needs a C++ compiler, such as g++, and on a GPU Triton"

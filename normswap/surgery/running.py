@@ -61,6 +61,7 @@ def both(
     first = first or example
     try:
         outputs = run(source, example, (*paths, *tails) if example is first else paths)
+    # The forward is the user's, and may raise anything.
     except Exception as error:
         if example is first or example.images.shape[1:] == first.images.shape[1:]:
             raise VerificationError(
