@@ -267,7 +267,8 @@ class Plan:
             text: The JSON.
             origin: What errors call the plan, such as the name of its file.
 
-        Raises PlanError: the text is no plan, has an unknown key, or exceeds a bound.
+        Raises:
+            PlanError: The text is no plan, has an unknown key, or exceeds a bound.
         """
         try:
             body = reading.parse_json(text)

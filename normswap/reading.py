@@ -44,7 +44,8 @@ def file_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
         file: The file. A pipe or a device is refused, since reading it may never end.
         most: The largest size in bytes that is read.
 
-    Raises UnreadableError: it is missing, too large or no regular file.
+    Raises:
+        UnreadableError: The file is missing, is too large or is no regular file.
     """
     try:
         status = file.stat()
@@ -76,7 +77,8 @@ def parse_json(text: str, *, finite: bool = True) -> object:
         text: The JSON.
         finite: Whether NaN and Infinity are refused.
 
-    Raises UnreadableError: it is no JSON, names a key twice, or exceeds a bound of this file.
+    Raises:
+        UnreadableError: The text is no JSON, names a key twice, or exceeds a bound of this module.
     """
     if len(text) > MOST_BYTES:
         raise UnreadableError(f"it has more than {MOST_BYTES} characters")
@@ -105,7 +107,8 @@ def parse_yaml(text: str) -> object:
 
     Numbers may be infinite or NaN: the record that the data is held to names their key.
 
-    Raises UnreadableError: it is no YAML, names a key twice, has an alias, or exceeds a bound.
+    Raises:
+        UnreadableError: The text is no YAML, names a key twice, has an alias, or exceeds a bound.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError
@@ -160,7 +163,8 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
         tree: The data.
         finite: Whether NaN and infinite numbers are refused.
 
-    Raises UnreadableError, which says where: it is not.
+    Raises:
+        UnreadableError: The tree is not such data. The message says where.
     """
     ahead: list[tuple[object, str, int]] = [(tree, "", 0)]
     count = 0

@@ -124,8 +124,8 @@ def format_of(file: Path) -> str:
     """Return the picture format that the suffix of a file names.
 
     Raises:
-        OptionError: matplotlib is not installed.
-        OutputError: matplotlib does not write such a format.
+        OptionError: Matplotlib is not installed.
+        OutputError: Matplotlib does not write such a format.
     """
     require_packages(f"a picture ({file})", ("matplotlib",), "plots")
     from matplotlib.backend_bases import FigureCanvasBase

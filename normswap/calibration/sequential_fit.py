@@ -82,7 +82,8 @@ def refit(
             fit, so all of it is kept.
         mirrored: how many images are mirrored, too; `MIRRORED` by default.
 
-    Raises SourceError: unusable or too few images, or values whose squares overflow.
+    Raises:
+        SourceError: The images are unusable or too few, or there are values whose squares overflow.
     """
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with undisturbed(source), evaluating(result):

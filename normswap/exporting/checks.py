@@ -147,8 +147,9 @@ def check(
         described: the name of the images in reports; what: the file's in errors.
         refuse: raise if the file computes something else.
 
-    Raises VerificationError: the file computes something else, does not run, or gives another
-    number of tensors.
+    Raises:
+        VerificationError: The file computes something else, does not run, or gives another number
+            of tensors.
     """
     signature = reference.signature
     every = {name: _AnswerSums() for name in signature.outputs}

@@ -130,8 +130,9 @@ def require_own_files(package: Path) -> None:
     """Check that a package's files, and all that its manifest names, lie in the package.
 
     Raises:
-        SourceError: one is a link, or a path, that leads elsewhere.
-        ValueError, OSError: the manifest cannot be read.
+        SourceError: An entry is a link, or a path, that leads elsewhere.
+        ValueError: The manifest is damaged.
+        OSError: The manifest cannot be read.
     """
     for path in package.rglob("*"):
         require_inside(package, package, str(path.relative_to(package)))

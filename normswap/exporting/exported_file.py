@@ -98,8 +98,10 @@ class ExportedFile:
         """Return the file as a network that says how its images are prepared.
 
         Raises:
-            SourceError: The file does not say how, or takes more than images.
-            OptionError, VerificationError: As `opened`.
+            SourceError: The file does not say how its images are prepared, or takes more than
+                images.
+            OptionError: The file cannot be run; see `opened`.
+            VerificationError: The file does not run; see `opened`.
         """
         self._require_images()
 

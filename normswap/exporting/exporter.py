@@ -263,7 +263,8 @@ def fold_for_export(network: Network) -> nn.Module:
     features that the classifier reads, so the last norm's scale and shift move into the classifier.
 
     Raises:
-        TraceError, RefusedError: The network cannot be folded.
+        TraceError: The network's forward cannot be seen.
+        RefusedError: The network cannot be folded.
         VerificationError: The copy computes something else.
     """
     model = network.module

@@ -444,7 +444,7 @@ def require_inside(file: Path, folder: Path, part: str) -> None:
         part: the path, as the file spells it.
 
     Raises:
-        SourceError: it lies elsewhere.
+        SourceError: The part lies elsewhere.
     """
     path = (folder / part).resolve()
     if Path(part).is_absolute() or not path.is_relative_to(folder.resolve()):

@@ -303,7 +303,7 @@ def _loaded(file: Path) -> onnx.ModelProto:
     """Return the graph, without weights that lie beside the file.
 
     Raises:
-        SourceError: it takes weights from outside of its folder.
+        SourceError: It takes weights from outside of its folder.
     """
     import onnx
 

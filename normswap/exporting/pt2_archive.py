@@ -95,8 +95,11 @@ def read_pt2(file: Path) -> Pt2Archive:
     """Read all of a .pt2 but the bytes of its weights, without running anything.
 
     Raises:
-        SourceError: it holds something that could run code; the message says what.
-        zipfile.BadZipFile, KeyError, ValueError, OSError: it is damaged, or no .pt2.
+        SourceError: The file holds something that could run code. The message says what.
+        zipfile.BadZipFile: The file is damaged, or is no archive.
+        KeyError: An entry is missing, or the file is no .pt2.
+        ValueError: An entry is damaged.
+        OSError: The file cannot be read.
     """
     with _opened(file) as entries:
         return _read(entries)
@@ -106,7 +109,7 @@ def rewritten_pt2(file: Path) -> io.BytesIO:
     """Return a .pt2 with the same network, made of nothing but what was read and checked.
 
     Raises:
-        SourceError, zipfile.BadZipFile, KeyError, ValueError, OSError: as `read_pt2`.
+        SourceError, zipfile.BadZipFile, KeyError, ValueError, OSError: As `read_pt2`.
     """
     with _opened(file) as entries:
         archive = _read(entries)

@@ -56,7 +56,7 @@ def checked_size(text: str) -> str:
     """Return the expression of a size, written anew, if it is arithmetic on symbols and numbers.
 
     Raises:
-        NotAllowedError: something else stands in it.
+        NotAllowedError: Something else stands in it.
     """
     tree = _parsed(text)
     _require_size(tree.body, text)
@@ -67,7 +67,7 @@ def require_guard(text: str) -> None:
     """Check that a guard compares sizes of the inputs, and does nothing else.
 
     Raises:
-        NotAllowedError: something else stands in it.
+        NotAllowedError: Something else stands in it.
     """
     _require_guard(_parsed(text).body, text)
 

@@ -47,7 +47,7 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
         network: The network of the contents, or one that was made of it.
 
     Raises:
-        RefusedError: torch.export cannot express it.
+        RefusedError: Torch.export cannot express it.
     """
     with refusing("torch.export cannot express the network"):
         program = torch.export.export(
@@ -170,8 +170,8 @@ def load(file: Path) -> ExportedProgram:
     """Return the program of a file, of any precision, without running anything in the file.
 
     Raises:
-        SourceError: the file holds something that could run code.
-        Exception: whatever torch raises.
+        SourceError: The file holds something that could run code.
+        Exception: Whatever torch raises.
     """
     with quietly():
         return torch.export.load(rewritten_pt2(file))

@@ -85,7 +85,7 @@ def checked_program(record: object) -> dict[str, object]:
         record: the JSON of the program, as the file has it.
 
     Raises:
-        NotAllowedError: something in it could run code, or is not known.
+        NotAllowedError: Something in it could run code, or is not known.
     """
     program = _PROGRAM(record)
     assert isinstance(program, dict)
@@ -96,7 +96,7 @@ def checked_payloads(record: object) -> dict[str, object]:
     """Return the table of weights or constants: where the bytes of each are, its shape and type.
 
     Raises:
-        NotAllowedError: one is pickled, or is no plain tensor.
+        NotAllowedError: One is pickled, or is no plain tensor.
     """
     table = _PAYLOADS(record)
     assert isinstance(table, dict)
@@ -110,7 +110,7 @@ def require_operator(target: str) -> None:
         target: the operator as the file names it: torch.ops.aten.relu.default.
 
     Raises:
-        NotAllowedError: it could do something else, or is not known here.
+        NotAllowedError: It could do something else, or is not known here.
     """
     if _ON_SIZES.fullmatch(target) or _WITH_GRAPHS.fullmatch(target):
         return

@@ -237,7 +237,8 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
         file: The exported file. Its sidecar lies beside it.
         noted: The file's metadata, in which `export` leaves a copy of the sidecar.
 
-    Raises SourceError: the sidecar cannot be read, or is not the one that was written.
+    Raises:
+        SourceError: The sidecar cannot be read, or is not the one that was written.
     """
     inside = _copy_inside(noted)
     place = sidecar_of(file)

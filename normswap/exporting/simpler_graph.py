@@ -55,7 +55,7 @@ def simpler(contents: FileContents) -> fx.GraphModule:
     """Return the network in operators that more tools have.
 
     Raises:
-        RefusedError: torch.export cannot express the network.
+        RefusedError: Torch.export cannot express the network.
     """
     module = with_constants(contents)
     for node in list(module.graph.nodes):
@@ -71,7 +71,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
     A graph that writes into such a value stays as it is.
 
     Raises:
-        RefusedError: torch.export cannot express the network.
+        RefusedError: Torch.export cannot express the network.
     """
     module = pt2_file.traced(contents, copy.deepcopy(contents.network)).module()
     assert isinstance(module, fx.GraphModule)

@@ -37,7 +37,8 @@ class Arrays(Dataset[object]):
         inputs: Shape and type of each input of the network, by name. The name is empty where there
             is one input.
 
-    Raises SourceError: a file does not hold these.
+    Raises:
+        SourceError: A file does not hold such samples.
     """
 
     notes = ("arrays are taken as they are: nothing is resized or normalized",)
@@ -100,7 +101,8 @@ def _batch(tensor: Tensor, name: str, dimensions: int, dtype: str, file: Path) -
         dtype: The type of the input.
         file: The file that holds them.
 
-    Raises SourceError: the tensor has other dimensions, or numbers of a type that is not read.
+    Raises:
+        SourceError: The tensor has other dimensions, or numbers of a type that is not read.
     """
     try:
         samples = tensor.to(getattr(torch, dtype))

@@ -151,8 +151,9 @@ def make_loader(
         labelled: Whether labels are needed. None: they are read where there are class folders and a
             classifier. Labels that are not read are -1.
 
-    Raises SourceError: no images there, or of other classes than the network's; OptionError: a
-    number below one.
+    Raises:
+        SourceError: There are no images, or they have other classes than the network's.
+        OptionError: A number is below one.
     """
     if batch_size < 1 or workers < 0 or (samples is not None and samples < 1):
         raise OptionError(
@@ -209,7 +210,8 @@ def split_for_calibration(
         first: How many are drawn to fit to; by default half of them, at most 512.
         most: How many of the others are measured on at most; by default all.
 
-    Raises OptionError: a part has none.
+    Raises:
+        OptionError: One of the two parts has no images.
     """
     total = loader.count or 0
     count = first
@@ -237,7 +239,8 @@ def open_images(
         transform: From a PIL image to a tensor.
         labelled: Whether labels are needed, as in `make_loader`.
 
-    Raises SourceError: no images there, or of other classes than the network's.
+    Raises:
+        SourceError: There are no images, or they have other classes than the network's.
     """
     if files := array_files.find(Path(data)):
         inputs = record.get("inputs") or {"": (record["input_size"], "float32")}
@@ -480,8 +483,9 @@ def _check_regular(reader: Any, index: int) -> None:
 def _converted(image: Image.Image, mode: str) -> Image.Image:
     """Return the image in `mode`, of 8 bits.
 
-    Raises ValueError: its pixels have more bits, which Pillow would cut off at 255; or it is so
-    narrow that an image resized from it would fill the memory.
+    Raises:
+        ValueError: Its pixels have more bits, which Pillow would cut off at 255; or it is so narrow
+            that an image resized from it would fill the memory.
     """
     width, height = image.size
     if max(width, height) > _MOST_TIMES_LONGER * min(width, height):
@@ -606,8 +610,9 @@ def label_map(
         origin: What errors call the images.
         needed: Whether labels are needed.
 
-    Raises SourceError: some names are the network's and others are not, or nothing says which
-    output a label is.
+    Raises:
+        SourceError: Some names are the network's and others are not, or nothing says which output a
+            label is.
     """
     flat = set(labels) == {""}
     if outputs.count == 0 or (flat and not (needed and outputs.count == 1)):

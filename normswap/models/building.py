@@ -139,7 +139,8 @@ def make(
         kwargs: Its keyword arguments.
         online: Whether the builder may ask the hub: only the user's own code may.
 
-    Raises SourceError: it does not take the arguments, or fails.
+    Raises:
+        SourceError: The factory does not take the arguments, or fails.
     """
     try:
         with quiet(), nullcontext() if online else hub.offline(), _bounded(arch):
@@ -214,8 +215,9 @@ def check_arguments(arch: Arch, forbidden: Iterable[str] = ()) -> None:
         arch: The architecture, perhaps from a file that somebody wrote.
         forbidden: More arguments that this builder must not get, at the first level.
 
-    Raises SourceError, which names the argument: it would load weights, open a file, ask a hub,
-    or is no plain data.
+    Raises:
+        SourceError: An argument would load weights, open a file or ask a hub, or is no plain data.
+            The message names the argument.
     """
     if len(arch.name) > _LONGEST_NAME:
         raise SourceError(f"{arch.name[:40]} ... is no name of a network", "it is too long")

@@ -170,7 +170,8 @@ class Example:
     def of(self, images: Tensor) -> Example:
         """Return a call of this form with images (N, C, H, W).
 
-        Raises TraceError: the network takes more than images.
+        Raises:
+            TraceError: The network takes more than images.
         """
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
@@ -313,8 +314,9 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
         inputs: A call, or a list of calls.
         form: How the network takes images. With it, a tensor among the inputs is images.
 
-    Raises OptionError: a tensor is missing, or has no values; TraceError: the network takes more
-    than images.
+    Raises:
+        OptionError: A tensor is missing, or has no values.
+        TraceError: The network takes more than images.
     """
     several = inputs if isinstance(inputs, list) else [inputs]
     calls: list[Example] = []

@@ -10,7 +10,8 @@ from normswap.models import calling
 def find(name: str) -> torch.device:
     """Return the device of a name; `auto` is the accelerator, or else the CPU.
 
-    Raises OptionError: torch does not know the name, or this machine has no such device.
+    Raises:
+        OptionError: Torch does not know the name, or this machine has no such device.
     """
     accelerator = None
     if torch.accelerator.is_available():
@@ -40,7 +41,8 @@ def find(name: str) -> torch.device:
 def place(model: nn.Module, name: str) -> nn.Module:
     """Move a network to the device of a name, and return it.
 
-    Raises OptionError: there is no such device, or the network is an exported file.
+    Raises:
+        OptionError: There is no such device, or the network is an exported file.
     """
     device = find(name)
     if name != "auto" and device.type != "cpu" and not calling.anchor(model).numel():

@@ -27,7 +27,8 @@ from normswap.plan import Arch
 def build(name: str, request: BuildRequest) -> Built:
     """Return the network of a factory, with the weights that the factory gives it.
 
-    Raises SourceError: the factory cannot be imported, fails, or gives no network.
+    Raises:
+        SourceError: The factory cannot be imported, fails, or gives no network.
     """
     arch = Arch(name, request.arguments(), "factory")
     model = create(arch)

@@ -76,8 +76,9 @@ def fetch(repo: str, filenames: Sequence[str]) -> Path:
         repo: The repository, as org/name[@revision].
         filenames: The names of the files.
 
-    Raises SourceError: no such repository or file, no connection and nothing cached, or a transfer
-    that broke.
+    Raises:
+        SourceError: There is no such repository or file, there is no connection and nothing is
+            cached, or a transfer broke.
     """
     name, _, revision = repo.partition("@")
     with quiet():
@@ -93,7 +94,8 @@ def fetch(repo: str, filenames: Sequence[str]) -> Path:
 def local(folder: Path, filenames: Sequence[str]) -> Path:
     """Return the path of the first of several files that a directory has.
 
-    Raises SourceError: it has none of them.
+    Raises:
+        SourceError: The directory has none of these files.
     """
     file = next((folder / name for name in filenames if (folder / name).is_file()), None)
     if file is None:
@@ -110,7 +112,9 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
     """Return the path of a file of a repository, downloaded or cached; None where it has no such.
 
-    Raises SourceError: it cannot be had, or came damaged; then it does not stay in the cache.
+    Raises:
+        SourceError: The file cannot be had, or came damaged. A damaged file does not stay in the
+            cache.
     """
     # The name may be from a repository's own list; the client shows it while it downloads.
     if printable(filename) != filename:
@@ -213,7 +217,8 @@ def read_json(file: Path, origin: str) -> Cfg:
         file: The file.
         origin: What errors call the place it is from.
 
-    Raises SourceError: it cannot be read, or holds something else.
+    Raises:
+        SourceError: It cannot be read, or holds something else.
     """
     try:
         content = reading.parse_json(reading.file_text(file))
@@ -235,7 +240,8 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
         The architecture's name, its arguments, and the record of weights and images
         (`records.ImageRecord`), without the keys that are null.
 
-    Raises SourceError: it is missing, not JSON, or not that of a timm model.
+    Raises:
+        SourceError: The file is missing, is not JSON, or is not the config of a timm model.
     """
     config = read_json(file, origin)
     if not isinstance(config.get("architecture"), str):

@@ -131,7 +131,9 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
         weights: "pretrained", "random", or a weights file.
         arch: The architecture of a weights file.
 
-    Raises SourceError: there is no such file; OptionError: options that do not go together.
+    Raises:
+        SourceError: There is no such file.
+        OptionError: Two options do not go together.
     """
     file = Path(source)
     if exported(file):

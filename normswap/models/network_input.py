@@ -102,7 +102,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def require_module(model: object) -> nn.Module:
     """Return a network, or the one that a result holds as its `model`.
 
-    Raises SourceError: it is neither, or is TorchScript.
+    Raises:
+        SourceError: It is neither, or is TorchScript.
     """
     default_device = torch.get_default_device()
     if default_device.type != "cpu":
@@ -170,7 +171,8 @@ def answer(output: object) -> Tensor:
     The answer is the output itself, or the tensor in it that is called `logits` or `out`, or the
     only tensor in it.
 
-    Raises OptionError: the output holds no tensor, or several.
+    Raises:
+        OptionError: The output holds no tensor, or several.
     """
     if isinstance(output, Tensor):
         return output
@@ -190,7 +192,8 @@ def answer(output: object) -> Tensor:
 def scores(output: object) -> Tensor:
     """Return the scores of the classes, (N, classes), in what a network gives.
 
-    Raises OptionError: it gives none.
+    Raises:
+        OptionError: The network gives no scores.
     """
     logits = answer(output)
     if logits.ndim != 2:

@@ -50,7 +50,8 @@ def assumption(model: nn.Module) -> str:
 def state(model: nn.Module, values: Preprocessing) -> nn.Module:
     """Return the network itself, whose record states these values from now on.
 
-    Raises OptionError: no image can be prepared so.
+    Raises:
+        OptionError: No image can be prepared in this way.
     """
     values.check()
     asked = {name: value for name, value in vars(values).items() if value is not None}
@@ -70,7 +71,8 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
 def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     """Return the network itself, whose record says this size (C, H, W) from now on.
 
-    Raises OptionError: the network is built for another size.
+    Raises:
+        OptionError: The network is built for another size.
     """
     usual = network_input.size(model)
     _record(model, {"input_size": tuple(size)})

@@ -95,8 +95,9 @@ def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tenso
     Args:
         file: The file.
 
-    Raises TypeError, or what torch raises: it holds no network, is damaged, or needs what torch
-    refuses by its name.
+    Raises:
+        TypeError: The file holds no network. Torch raises errors of its own where the file is
+            damaged, or needs a class that torch refuses by its name.
     """
     _check_archive(file)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))

@@ -87,7 +87,8 @@ def build(name: str, request: BuildRequest) -> Built:
         name: A timm name, `hf-hub:owner/name`, `local-dir:DIR`, or a directory.
         request: The user's wishes beside the name.
 
-    Raises SourceError: it cannot be found, read or built.
+    Raises:
+        SourceError: It cannot be found, read or built.
     """
     prefix, _, place = name.partition(":")
     arguments = request.arguments()

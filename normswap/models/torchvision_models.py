@@ -37,7 +37,8 @@ def build(name: str, request: BuildRequest) -> Built:
         name: The MODEL. Without a name of weights, those are the builder's default.
         request: The user's wishes beside the name.
 
-    Raises SourceError: torchvision has no such network or weights, or cannot build it.
+    Raises:
+        SourceError: Torchvision has no such network or weights, or cannot build it.
     """
     called, _, tag = name.partition(":")[2].partition("@")
     arguments = request.arguments()
@@ -112,7 +113,8 @@ def _member(name: str, tag: str) -> models.WeightsEnum:
         name: The builder.
         tag: The name of the weights; empty for the default.
 
-    Raises SourceError: the builder has no such weights.
+    Raises:
+        SourceError: The builder has no such weights.
     """
     members = models.get_model_weights(name).__members__
     wanted = tag or "DEFAULT"

@@ -46,7 +46,8 @@ def build(name: str, request: BuildRequest) -> Built:
         name: `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments.
         request: The user's wishes beside the name.
 
-    Raises SourceError: it cannot be found, read or built.
+    Raises:
+        SourceError: It cannot be found, read or built.
     """
     place = name.partition(":")[2]
     is_folder = Path(place).is_dir()
@@ -201,7 +202,8 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
         name: The MODEL, as errors call it.
         fresh: Whether the head has other classes than the weights, and stays random.
 
-    Raises SourceError: the weights are missing, damaged, or those of another network.
+    Raises:
+        SourceError: The weights are missing or damaged, or belong to another network.
     """
     file = _fetch(place, *_FILES)
     if (file.parent / _ADAPTER).exists():

@@ -28,7 +28,8 @@ def build(name: str, request: BuildRequest) -> Built:
         name: `ultralytics:FILE.pt` or `ultralytics:NAME.yaml`.
         request: The user's wishes beside the name.
 
-    Raises SourceError: the file is missing or cannot be read, or Ultralytics ships no such network.
+    Raises:
+        SourceError: The file is missing or cannot be read, or Ultralytics ships no such network.
     """
     place = name.removeprefix("ultralytics:")
     state = State()

@@ -90,7 +90,8 @@ def read(file: Path) -> State:
     Args:
         file: A safetensors file, or one that `torch.save` wrote.
 
-    Raises SourceError: it is unreadable, or holds something else.
+    Raises:
+        SourceError: It is unreadable, or holds something else.
     """
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
@@ -282,7 +283,8 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         cfg: timm's record of the weights, which says how stem and head are adapted. It is empty
             where they must be the file's.
 
-    Raises SourceError: keys are missing or unexpected, or have other shapes; they are listed.
+    Raises:
+        SourceError: Keys are missing or unexpected, or have other shapes. The message lists them.
     """
     bare = model.state_dict()
     state = _without_prefix(state, bare)

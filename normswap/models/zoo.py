@@ -50,7 +50,8 @@ def check_unasked(name: str, asked: Mapping[str, object]) -> None:
 def create(arch: Arch) -> nn.Module:
     """Return the bare network on the CPU, in eval mode, with random values.
 
-    Raises SourceError: it cannot be built.
+    Raises:
+        SourceError: It cannot be built.
     """
     return kinds.by_builder(arch.builder).load().create(arch)
 
@@ -147,8 +148,9 @@ def open_source(
         trust_factory: Whether a factory may be imported. It is false where the name was read from a
             file.
 
-    Raises SourceError: it cannot be found, read or built; OptionError: options that do not go
-    together.
+    Raises:
+        SourceError: It cannot be found, read or built.
+        OptionError: Two options do not go together.
     """
     name, file = kinds.parts(source, weights, arch)
     kind = kinds.of(name)

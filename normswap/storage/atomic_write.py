@@ -70,7 +70,8 @@ def _folder_beside(file: Path, names: Sequence[str]) -> Iterator[Path]:
 def whole(file: Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a path beside `file`, then move it to `file`, and return `file`.
 
-    Raises OutputError: it cannot be written.
+    Raises:
+        OutputError: It cannot be written.
     """
     with writing(file) as aside:
         write(aside)
@@ -85,7 +86,8 @@ def text(file: Path, content: str) -> Path:
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
     """Write the given columns of each row as CSV, whole or not at all; None is an empty cell.
 
-    Raises OutputError: it cannot be written.
+    Raises:
+        OutputError: It cannot be written.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -164,7 +166,8 @@ def _exchange(
 
     The last of the new files comes last, and its old one goes first.
 
-    Raises OSError: it cannot be done. Then, and where the user interrupts, the old files are back.
+    Raises:
+        OSError: It cannot be done. Then, and where the user interrupts, the old files are back.
     """
     old.mkdir()
     names = [new_file.name for new_file in new_files]

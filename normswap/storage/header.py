@@ -115,7 +115,8 @@ def read_header(place: Path) -> Header:
     Args:
         place: The directory that `save` wrote, or its weights file alone.
 
-    Raises SourceError: it is missing, damaged, changed since it was written, or of a later version.
+    Raises:
+        SourceError: It is missing, damaged, changed since it was written, or of a later version.
     """
     file = place if place.is_file() else place / WEIGHTS
     if not file.is_file():

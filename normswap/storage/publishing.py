@@ -128,7 +128,8 @@ class _FilesOfSave:
     The contents are read before the network is loaded. `check_unchanged` compares the directory
     with them afterwards, so that what was checked is what is sent.
 
-    Raises SourceError: there is no such directory, or a file is a link, a pipe or a directory.
+    Raises:
+        SourceError: There is no such directory, or a file is a link, a pipe or a directory.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -41,7 +41,8 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
     With `double` it is in float64, and never rounded to less.
 
-    Raises PlanError: an edit names a path, a layer or an argument that does not exist.
+    Raises:
+        PlanError: An edit names a path, a layer or an argument that does not exist.
     """
     like = _like(model)
     duplicate = copying.duplicate

@@ -59,7 +59,7 @@ def compare(network: Network, example: Example) -> list[Deviation]:
     has none.
 
     Raises:
-        VerificationError: torch.compile does not work on the network.
+        VerificationError: Torch.compile does not work on the network.
     """
     from torch._dynamo.utils import counters
     from torch._inductor import config

@@ -102,7 +102,8 @@ def measured(
 
     `anatomy`, the source's, tells scores of classes from other outputs.
 
-    Raises VerificationError: one of them does not run.
+    Raises:
+        VerificationError: One of the networks does not run.
     """
     off = size = 0.0
     count = 0

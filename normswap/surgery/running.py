@@ -56,7 +56,8 @@ def both(
 
     It is None where the source runs on `first`, but not on this size of input.
 
-    Raises VerificationError: one of them does not run, or the source gives nothing.
+    Raises:
+        VerificationError: One of the networks does not run, or the source gives no output.
     """
     first = first or example
     try:
@@ -184,7 +185,8 @@ def noise(
     Where that fails, they have `size` (C, H, W). `ran` are printed examples that the network is
     known to run on.
 
-    Raises VerificationError: it runs on none of them.
+    Raises:
+        VerificationError: The network runs on none of these calls.
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)

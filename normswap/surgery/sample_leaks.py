@@ -60,7 +60,7 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
         purpose: its name, for the messages.
 
     Raises:
-        RefusedError: samples are mixed, a buffer changes, the trainer refuses a layer, or the
+        RefusedError: Samples are mixed, a buffer changes, the trainer refuses a layer, or the
             network does not run in training mode, so that nothing is proved.
     """
     trial = _Trial.of(network, result, purpose)
@@ -159,7 +159,9 @@ class _Trial:
     def of(cls, network: Network, result: nn.Module, purpose: str) -> _Trial:
         """Return a trial of a copy of the result on the first batch that it runs on.
 
-        Raises RefusedError: it runs on none, or its outputs are not finite or depend on no sample.
+        Raises:
+            RefusedError: The copy runs on no batch, or its outputs are not finite or depend on no
+                sample.
         """
         unproved = f"nothing proves that training for {purpose} keeps samples apart"
         trial = cls._that_runs(network, result, unproved, spread=True)

@@ -33,7 +33,8 @@ def unfold(network: Network) -> Network:
     Gammas and betas of LayerNorms, and LayerScales, that were folded into other layers are ones and
     zeros.
 
-    Raises RefusedError: the network was not converted, or the source cannot express its changes.
+    Raises:
+        RefusedError: The network was not converted, or the source cannot express its changes.
     """
     record = network.provenance
     if not record.plan.steps:

@@ -171,7 +171,8 @@ def read_slurm() -> None:
 
     Only srun sets SLURM_STEP_ID: a batch script is one process, and has SLURM_NTASKS, too.
 
-    Raises OptionError: the address where the processes meet is not set.
+    Raises:
+        OptionError: The address where the processes meet is not set.
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if (

@@ -48,7 +48,7 @@ def optimizer(
         network: The record of the network that `model` is a copy of, if any.
 
     Raises:
-        OptionError: timm does not know the optimizer's name, or that optimizer does not take such
+        OptionError: Timm does not know the optimizer's name, or that optimizer does not take such
             groups.
     """
     policy: Policy = optim.decay

@@ -46,7 +46,8 @@ def text(name: str) -> str:
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the MODEL among the words of a command line, or None, and the KEY=VALUE overrides.
 
-    Raises RecipeError: two words are neither of the overrides.
+    Raises:
+        RecipeError: Two words are no overrides; only the MODEL may be one.
     """
     overrides = [word for word in words if _OVERRIDE.match(word)]
     models = [word for word in words if not _OVERRIDE.match(word)]
@@ -64,7 +65,7 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
         overrides: `KEY=VALUE` overrides such as `optim.lr=0.05`.
 
     Raises:
-        RecipeError: not found, not YAML, an unknown key, a wrong type or a value out of range; it
+        RecipeError: Not found, not YAML, an unknown key, a wrong type or a value out of range; it
             names key and file.
     """
     path = Path(name_or_file)

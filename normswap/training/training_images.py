@@ -49,7 +49,8 @@ class Share:
     def micro(self, batch: int) -> int:
         """Return the number of images in a micro-batch.
 
-        Raises OptionError: `batch` images cannot be divided equally.
+        Raises:
+            OptionError: `batch` images cannot be divided equally.
         """
         parts = self.world * self.accumulate
         if batch % parts:
