@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -229,6 +230,11 @@ class Plan:
     def then(self, step: Step) -> Plan:
         """Return the plan with one more step at its end."""
         return Plan((*self.steps, step))
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits of all steps, in order."""
+        return tuple(itertools.chain.from_iterable(step.edits for step in self.steps))
 
     @property
     def digest(self) -> str:

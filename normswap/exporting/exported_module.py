@@ -110,7 +110,12 @@ class Shipped(nn.Module):
         # Even a cast to the same dtype would be a node of the graph.
         if self.dtype == torch.float32:
             return values
-        return tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
+        return tuple(_with_dtype(value, dtype) for value in values)
+
+
+def _with_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a floating-point tensor in another dtype, and any other as it is."""
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 @torch.no_grad()

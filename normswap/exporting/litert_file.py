@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -184,6 +184,13 @@ def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
     return scale * (tensor.float() - zero) if scale else tensor
 
 
+def _operator_name(entry: Any, kinds: dict[int, str]) -> str:
+    """Return the name of an operator in a file's table: a custom one's own, or the schema's."""
+    if entry.customCode:
+        return str(entry.customCode.decode())
+    return kinds[max(entry.builtinCode, entry.deprecatedBuiltinCode)]
+
+
 def nodes(file: Path) -> dict[str, int]:
     """See `formats.Format.nodes`."""
     from ai_edge_litert import schema_py_generated as schema
@@ -194,14 +201,7 @@ def nodes(file: Path) -> dict[str, int]:
         for name, number in vars(schema.BuiltinOperator).items()
         if isinstance(number, int)
     }
-    called = [
-        (
-            entry.customCode.decode()
-            if entry.customCode
-            else kinds[max(entry.builtinCode, entry.deprecatedBuiltinCode)]
-        )
-        for entry in model.operatorCodes
-    ]
+    called = [_operator_name(entry, kinds) for entry in model.operatorCodes]
     return counted(
         called[entry.opcodeIndex] for graph in model.subgraphs for entry in graph.operators
     )

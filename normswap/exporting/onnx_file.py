@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -211,7 +212,7 @@ def pool_means(graph: onnx.GraphProto) -> None:
             nodes.append(
                 helper.make_node("Reshape", [pooled, rows.name], [result], f"{node.name}_rows")
             )
-    read = {name for node in nodes for name in node.input}
+    read = set(itertools.chain.from_iterable(node.input for node in nodes))
     unread = [
         tensor
         for tensor in graph.initializer
@@ -268,9 +269,8 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         import onnx
 
         model = onnx.load(file)
-        values = {name for node in model.graph.node for name in node.output} - {
-            end.name for end in model.graph.output
-        }
+        values = set(itertools.chain.from_iterable(node.output for node in model.graph.node))
+        values -= {end.name for end in model.graph.output}
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name)
         content = model.SerializeToString()
 

@@ -130,11 +130,11 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
 
 def described() -> str:
     """The options of all schemes, a line each: for `help(normswap.convert)`."""
-    options = [(name, option) for name, scheme in TARGETS.items() for option in scheme.options]
-    return "".join(
-        f"        {name}: {option.name}={option.default!r}, {option.help}\n"
-        for name, option in options
-    )
+    lines = ""
+    for name, scheme in TARGETS.items():
+        for option in scheme.options:
+            lines += f"        {name}: {option.name}={option.default!r}, {option.help}\n"
+    return lines
 
 
 def changed(scheme: str, options: Options) -> Options:

@@ -20,7 +20,7 @@ from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import OwnLayer
 from normswap.layers.site_norm import SiteNorm
-from normswap.plan import AbsorbMode, Body, Outcome
+from normswap.plan import AbsorbMode, Body, Edit, Outcome
 from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
 
 
@@ -115,7 +115,7 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
         after = [read for read, absorption in linear.reads if absorption.way is AbsorbMode.AFTER]
         absorbed[conv] = [read for read in after if affine.is_batchnorm(modules[read])]
 
-    for edit in (edit for step in anatomy.provenance.plan.steps for edit in step.edits):
+    for edit in anatomy.provenance.plan.edits:
         after = [
             read
             for read, absorption in edit.absorbed
@@ -182,8 +182,12 @@ def _settings(anatomy: Anatomy, path: str) -> Body:
     """The recorded settings of the norm that stood at `path`, as an argument of a `SiteNorm`."""
     norms = anatomy.provenance.norms
     names = ("eps", "momentum", "num_batches_tracked")
-    values = {name: norms[f"{path}.{name}"].item() for name in names if f"{path}.{name}" in norms}
-    settings = {name: None if math.isnan(value) else value for name, value in values.items()}
+    settings: dict[str, float | None] = {}
+    for name in names:
+        if f"{path}.{name}" in norms:
+            value = norms[f"{path}.{name}"].item()
+            settings[name] = None if math.isnan(value) else value
+
     return {"settings": settings} if settings else {}
 
 
@@ -217,13 +221,17 @@ def _stands_for_a_norm(module: nn.Module | None) -> bool:
     return isinstance(module, OwnLayer) and module.AFFINE and module.PER_CHANNEL
 
 
+def _ways(edit: Edit) -> list[tuple[str, AbsorbMode]]:
+    """Return the paths of the norms that an edit's layer absorbs, each with the way it does so."""
+    return [(read, absorption.way) for read, absorption in edit.absorbed]
+
+
 def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
     """Mean and deviation per channel in the place of a norm that is gone."""
     record = anatomy.provenance
     mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
-    edits = (edit for step in record.plan.steps for edit in step.edits)
-    absorbed = (absorption for edit in edits for read, absorption in edit.absorbed if read == path)
-    if at_input or any(absorption.way is AbsorbMode.BEFORE for absorption in absorbed):
+    went_forward = any((path, AbsorbMode.BEFORE) in _ways(edit) for edit in record.plan.edits)
+    if at_input or went_forward:
         return mean, var.sqrt()
 
     kept_moments = anatomy.kept_moments(path)

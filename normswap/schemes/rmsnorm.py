@@ -6,6 +6,8 @@ beta goes into the linear layers after it. The features between the blocks lose 
 where something else reads the mean.
 """
 
+import itertools
+
 from torch import nn
 
 from normswap.errors import RefusedError, spelled
@@ -52,7 +54,8 @@ def _replace(
     if why:
         raise NotFoldable(why)
 
-    values = [value for call in builder.traced.calls[id(norm)] for value in inputs(call)]
+    calls = builder.traced.calls[id(norm)]
+    values = list(itertools.chain.from_iterable(inputs(call) for call in calls))
     if new := [value for value in values if not any(value in stream.values for stream in streams)]:
         try:
             streams.append(residual_stream.around(builder, new))

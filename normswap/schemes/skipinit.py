@@ -189,7 +189,7 @@ def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
 def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
     """Take out the dropout that an earlier step of the plan put before the classifier."""
     path = builder.anatomy.dropout
-    edits = [edit for step in builder.anatomy.provenance.plan.steps for edit in step.edits]
+    edits = builder.anatomy.provenance.plan.edits
     planned = {edit.path for edit in edits if edit.layer == Dropout.__name__}
 
     planned |= {f"{edit.path}.dropout" for edit in edits if edit.layer == Dropped.__name__}

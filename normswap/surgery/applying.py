@@ -5,6 +5,7 @@ in place. So edits have no order, the source is never written to, and a tensor t
 never copied.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -172,7 +173,8 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 def keeps_streams(steps: Sequence[Step]) -> bool:
     """Whether the steps keep the values between blocks; a stream without its mean has others."""
-    return not any(edit.args.get("centred") for step in steps for edit in step.edits)
+    edits = itertools.chain.from_iterable(step.edits for step in steps)
+    return not any(edit.args.get("centred") for edit in edits)
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:

@@ -126,13 +126,12 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 
 
 def _exact_options(chosen: Chosen) -> list[str]:
-    words = [(option.name, word) for option in chosen.scheme.options for word in option.choices]
-    exact = [
-        (name, word)
-        for name, word in words
-        if chosen.scheme.is_exact({**chosen.options, name: word})
-    ]
-    return [spelled(name, word) for name, word in exact]
+    exact: list[str] = []
+    for option in chosen.scheme.options:
+        for word in option.choices:
+            if chosen.scheme.is_exact({**chosen.options, option.name: word}):
+                exact.append(spelled(option.name, word))
+    return exact
 
 
 @dataclass(frozen=True)

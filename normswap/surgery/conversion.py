@@ -349,20 +349,20 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
         )
 
     comparison.require_passed(source, report, " and ".join(step.scheme for step in steps))
-    outcomes = {
-        path: outcome for conversion in conversions for path, outcome in conversion.outcomes.items()
-    }
-
+    outcomes: dict[str, Outcome] = {}
+    notes: list[str] = []
     renames: dict[str, str] = {}
     for conversion in conversions:
+        outcomes |= conversion.outcomes
+        notes += conversion.notes
         later = dict(conversion.renames)
         renames = {old: later.pop(new, new) for old, new in renames.items()} | later
 
     names_of_source = source.module.state_dict().keys()
     survived = tuple((old, new) for old, new in renames.items() if old in names_of_source)
-    notes = tuple(dict.fromkeys(note for conversion in conversions for note in conversion.notes))
+    each_once = tuple(dict.fromkeys(notes))
 
-    return Conversion(last.network, report, outcomes, notes, survived, len(conversions))
+    return Conversion(last.network, report, outcomes, each_once, survived, len(conversions))
 
 
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:

@@ -65,11 +65,9 @@ class HeldOutSplit:
                 yield from [fitted] if self.whole else parts(fitted, self.device)
 
         count = sum(call.count for call in self.held)
-        self.held = [
-            different
-            for call in self.held
-            if (different := call if self.whole else _without(call, fitted_to)) is not None
-        ]
+        if not self.whole:
+            different = (_without(call, fitted_to) for call in self.held)
+            self.held = [call for call in different if call is not None]
         self.copies = count - sum(call.count for call in self.held)
 
 

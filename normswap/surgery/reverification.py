@@ -144,8 +144,7 @@ def on_images(
 
 def labels_are_missing(loader: Loader) -> bool:
     """Whether samples of the first batch have no label: -1."""
-    firsts = itertools.islice(loader, 1)
-    return any(
-        bool(((batch["labels"] if isinstance(batch, dict) else batch[1]) < 0).any())
-        for batch in firsts
-    )
+    for batch in itertools.islice(loader, 1):
+        labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+        return bool((labels < 0).any())
+    return False

@@ -39,9 +39,12 @@ def run(
     handles = (present[path].register_forward_hook(partial(keep, path)) for path in watched)
     with hooked(handles), with_heads(model) if heads else undisturbed(model), callers_dtype():
         output = example.map(torch.clone).call(model)
-    return {
-        name: t.to_dense() if t.is_sparse else t for name, t in named_tensors(output)
-    }, outputs_at_paths
+    return {name: dense(tensor) for name, tensor in named_tensors(output)}, outputs_at_paths
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a sparse tensor as a dense one, and any other as it is."""
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def both(
@@ -139,11 +142,8 @@ def by_parts(
         module for module in nn.Module.modules(model) if module._parameters or module._buffers
     ]
     handles = [module.register_forward_pre_hook(make) for module in replacements or {}]
-    handles += [
-        hook
-        for m in owners
-        for hook in (m.register_forward_pre_hook(lend), m.register_forward_hook(back))
-    ]
+    for owner in owners:
+        handles += [owner.register_forward_pre_hook(lend), owner.register_forward_hook(back)]
     try:
         with hooked(handles), Widening():
             return run(model, example)[0]
@@ -240,11 +240,10 @@ def runs_on_one(model: nn.Module, example: Example) -> bool:
         return False
 
     whole, _ = run(model, example)
-    rows = {
-        name: value[: len(outputs[name])] if value.ndim else value
-        for name, value in whole.items()
-        if name in outputs and outputs[name].ndim == value.ndim
-    }
+    rows: Outputs = {}
+    for name, value in whole.items():
+        if name in outputs and outputs[name].ndim == value.ndim:
+            rows[name] = value[: len(outputs[name])] if value.ndim else value
 
     return outputs.keys() == rows.keys() and all(
         _is_near(value, rows[name]) for name, value in outputs.items()

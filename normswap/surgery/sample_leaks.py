@@ -31,6 +31,7 @@ from normswap.models import calling
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import callers_dtype, hooked
 from normswap.schemes.scheme import TrainingProof
+from normswap.surgery import running
 from normswap.surgery.changed_samples import (
     trial_batches,
     values_of_sample,
@@ -581,10 +582,7 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _outputs(result: object) -> dict[str, Tensor]:
-    return {
-        name: tensor.to_dense() if tensor.is_sparse else tensor
-        for name, tensor in named_tensors(result)
-    }
+    return {name: running.dense(tensor) for name, tensor in named_tensors(result)}
 
 
 def _is_listed(result: object, count: int) -> bool:
