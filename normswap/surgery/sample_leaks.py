@@ -468,7 +468,7 @@ def _step(model: nn.Module, calls: _Calls) -> _Step:
 
 
 def _gradients(loss: Tensor, leaves: Example) -> Example:
-    """Return the gradients of the loss in the form of the call; zeros where it does not depend."""
+    """Return the loss's gradients, arranged as `leaves`; zeros where the loss ignores a leaf."""
     inputs = [tensor for tensor in leaves.tensors() if tensor.requires_grad]
     found: dict[int, Tensor | None] = {}
     if loss.requires_grad and inputs:

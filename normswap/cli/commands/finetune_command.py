@@ -141,7 +141,8 @@ def _following(result: Result, folder: Path, trust: list[str], data: str) -> lis
 def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening) -> Recipe:
     """Return the recipe with the network and the images of the command line written into it.
 
-    So a run can be continued by its folder alone. A network whose weights are a file is left out.
+    A run can then be continued from its folder alone. A network whose weights are a file is not
+    written in: a recipe names networks, and has no key for a file. The run needs the MODEL again.
     """
     from normswap.training.recipe import RecipeNetwork
 
