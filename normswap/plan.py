@@ -256,7 +256,11 @@ class Plan:
 
     @staticmethod
     def from_file(file: Path) -> Plan:
-        """Return the plan in a file; raises PlanError: it cannot be read, or is no plan."""
+        """Return the plan in a file.
+
+        Raises:
+            PlanError: The file cannot be read, or is no plan.
+        """
         try:
             text = reading.file_text(file)
         except reading.UnreadableError as error:

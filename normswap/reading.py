@@ -63,7 +63,11 @@ def file_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def file_text(file: Path, most: int = MOST_BYTES) -> str:
-    """Return the text of a UTF-8 file; raises UnreadableError, as `file_bytes` does."""
+    """Return the text of a UTF-8 file.
+
+    Raises:
+        UnreadableError: The file is no UTF-8, or cannot be read (`file_bytes`).
+    """
     try:
         return file_bytes(file, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -95,7 +99,11 @@ def parse_json(text: str, *, finite: bool = True) -> object:
 
 
 def parse_object(text: str, *, finite: bool = True) -> dict[str, object]:
-    """Return the object that a JSON text holds; raises UnreadableError, as `parse_json` does."""
+    """Return the object that a JSON text holds.
+
+    Raises:
+        UnreadableError: The text is no object, or cannot be parsed (`parse_json`).
+    """
     tree = parse_json(text, finite=finite)
     if not isinstance(tree, dict):
         raise UnreadableError(f"it holds a {type(tree).__name__}, not an object")
@@ -215,11 +223,14 @@ def _check_text(text: str, where: str) -> None:
 
 
 def validated(adapter: TypeAdapter[Checked], text: str) -> Checked:
-    """Return the record that a JSON text holds; raises UnreadableError, which names the key.
+    """Return the record that a JSON text holds.
 
     Args:
-        adapter: pydantic's reader of the record.
+        adapter: The reader of the record, which is pydantic's.
         text: The JSON. `parse_json` has seen that it is bounded.
+
+    Raises:
+        UnreadableError: The text does not fit the record. The message names the key.
     """
     from pydantic import ValidationError
 

@@ -112,11 +112,11 @@ class NormInputs:
     """The inputs of a norm with G groups of c channels, and the cost of errors there.
 
     Args:
-        means, squares: each image's mean and mean square per channel, about the mean of all images,
-            (G, N, c).
-        var: the running variance of each channel, (G, c).
-        effect: the cost of a squared error in a channel, (G, c).
-        eps: the norm's, (G, 1), in units of a group of mean variance.
+        means: Each image's mean per channel, (G, N, c), minus the mean of all images.
+        squares: Each image's mean square per channel, (G, N, c), about the mean of all images.
+        var: The running variance of each channel, (G, c).
+        effect: The cost of a squared error in a channel, (G, c).
+        eps: The norm's eps, (G, 1), in units of a group of mean variance.
     """
 
     means: Tensor

@@ -75,12 +75,17 @@ def refit(
     """Fit the layers of `result`, in place, to those of `source` at the same paths.
 
     Args:
-        batches: of what they take (`checked`). If some images are held out (`HeldOut`), these
-            choose how much of the fit is kept (`keep_share`).
-        zero_sum: where filters must sum to zero, the factors (I,) of their input channels; the
-            ridge applies to the weights before that scaling. Such filters are useless without the
-            fit, so all of it is kept.
-        mirrored: how many images are mirrored, too; `MIRRORED` by default.
+        source: The network that is fitted to. It is not changed.
+        result: The network whose layers are fitted.
+        batches: Batches of images for both networks (`checked`). If some images are held out
+            (`HeldOut`), these choose how much of the fit is kept (`keep_share`).
+        zero_sum: Returns the factors (I,) of a layer's input channels where filters must sum to
+            zero, else None. The ridge applies to the weights before that scaling. Such filters are
+            useless without the fit, so all of it is kept.
+        only: Whether a layer is fitted, by its path. By default every layer is.
+        mirrored: How many images are mirrored, too. The default is `MIRRORED`.
+        seed: The seed of every draw.
+        progress: Called with the number of layers done and their total.
 
     Raises:
         SourceError: The images are unusable or too few, or there are values whose squares overflow.

@@ -111,10 +111,10 @@ class Loss:
     """The loss of one layer, by the factors of the channels that it reads.
 
     Args:
-        reads: the group of factors of each input channel (I,).
-        sums: S' S / k^2 by group of the convolution (G, i, i); inverse: of the covariance, the same
-            shape.
-        variance: of the layer's outputs together.
+        reads: The group of factors of each input channel, (I,).
+        sums: The product S' S / k^2 by group of the convolution, (G, i, i).
+        inverse: The inverse of the covariance, in the same shape.
+        variance: The variance of the layer's outputs together.
     """
 
     reads: Tensor

@@ -50,18 +50,21 @@ class Figures:
     """How far a file is from the network it was made from.
 
     Args:
-        relative_l2: |file - source| / |source|, over the answers to all images.
-        agreement: fraction of images, or of positions in maps, with the same argmax, where there is
-            one answer.
-        count: number of images; inputs: what both were run on; tolerance: the largest relative_l2
-            allowed.
-        answers: the number of answers that `agreement` is a fraction of; unit: images, pixels,
-            voxels ...
-        source_top1, top1: in percent, of source and file, where the images have labels.
-        output: of several outputs the one that differs most, to which the errors belong.
-        apart: the first layer that is off, or in int8 whose error jumps; missing: where the file's
-            runtime gives no values from inside, the first weight or bias that is nowhere in the
-            file.
+        relative_l2: The distance |file - source| / |source|, over the answers to all images.
+        agreement: The fraction of images, or of positions in maps, with the same argmax. None where
+            no output is the answer, or the answer has no argmax.
+        count: The number of images.
+        tolerance: The largest `relative_l2` that is allowed.
+        inputs: The name of the images that both were run on.
+        answers: The number of answers that `agreement` is a fraction of.
+        unit: The name of one answer's place: images, pixels, voxels ...
+        source_top1: The top-1 of the source in percent. None where the images have no labels.
+        top1: The top-1 of the file in percent. None where the images have no labels.
+        output: The name of the output that differs most, to which the errors belong. Empty where
+            there is one output.
+        apart: The first layer that is off, or in int8 the first whose error jumps.
+        missing: The first weight or bias that is nowhere in the file. It is looked for where the
+            file's runtime gives no values from inside.
     """
 
     relative_l2: float
@@ -107,13 +110,14 @@ class Reference:
     """The answers that a file must compute.
 
     Args:
-        source: the network, in float32.
-        softmax: the file gives probabilities, the softmax of the source's scores.
-        raw: from images as `source` takes them to images as the file does.
-        rounded: the network with its numbers rounded to the file's precision, called as the file
+        source: The network, in float32.
+        signature: The inputs and outputs of the network.
+        softmax: Whether the file gives probabilities, the softmax of the source's scores.
+        raw: A function from images as `source` takes them to images as the file does.
+        rounded: The network with its numbers rounded to the file's precision, called as the file
             is.
-        anatomy: of the source, which tells scores of classes from waves and features; None where it
-            cannot be had.
+        anatomy: The source's anatomy, which tells scores of classes from waves and features. None
+            where it cannot be had.
     """
 
     source: nn.Module
@@ -142,10 +146,16 @@ def check(
     """Run a file and its network on the same images, and hold the file to the network.
 
     Args:
-        batches: images (N, C, H, W), preprocessed for the source, or all inputs, and their labels.
-        dtype: the precision of the file.
-        described: the name of the images in reports; what: the file's in errors.
-        refuse: raise if the file computes something else.
+        reference: The network, as the file must compute it.
+        runs: The file in its runtime, a function from inputs to answers.
+        batches: Images (N, C, H, W), preprocessed for the source, or all inputs, each with labels.
+        dtype: The precision of the file.
+        described: The name of the images in reports.
+        what: The name of the file in errors.
+        refuse: Whether an error is raised if the file computes something else.
+        inside: Returns a network and the file's runtime with the values inside of the file, so that
+            the first layer that is off can be found. It is called where the file is wrong, or in
+            int8.
 
     Raises:
         VerificationError: The file computes something else, does not run, or gives another number

@@ -118,7 +118,11 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _spec(file: Path) -> Model:
-    """Return the model's description; raises SourceError: it lies outside of the package."""
+    """Return the model's description.
+
+    Raises:
+        SourceError: A file of the model lies outside of the package.
+    """
     require_own_files(file)
     with silent():
         import coremltools as ct

@@ -69,7 +69,7 @@ class Shipped(nn.Module):
         """Change to half precision, in place, and return itself.
 
         Args:
-            dtype: float16, for weights and arithmetic; or bfloat16, for weights alone.
+            dtype: The precision: float16 for weights and arithmetic, or bfloat16 for weights alone.
         """
         self.stored = dtype
         if dtype == torch.float16:

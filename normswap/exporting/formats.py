@@ -439,9 +439,9 @@ def require_inside(file: Path, folder: Path, part: str) -> None:
     """Check that a part which a file names lies in its folder.
 
     Args:
-        file: the file, for the message.
-        folder: the folder that the part must be in, links followed.
-        part: the path, as the file spells it.
+        file: The file, for the message.
+        folder: The folder that the part must be in. Links are followed.
+        part: The path of the part, as the file spells it.
 
     Raises:
         SourceError: The part lies elsewhere.

@@ -220,7 +220,11 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _model(file: Path) -> ModelT:
-    """Return the file's records; raises SourceError: it takes weights from other files."""
+    """Return the file's records.
+
+    Raises:
+        SourceError: The file takes weights from other files.
+    """
     from ai_edge_litert import schema_py_generated as schema
 
     content = file.read_bytes()

@@ -67,12 +67,13 @@ class Pt2Archive:
     """What a .pt2 holds, as far as it was read.
 
     Args:
-        program: the graph, as `checked_program` returns it.
-        extra: the texts that the exporter added, by name.
-        tables: of weights and of constants, by folder: where each tensor's bytes are.
-        tensors: weights and constants that were pickled, by the entry that held them.
-        versions: of the archive's layout, by the entry that holds them.
-        old: whether it has the layout of torch 2.7 and before.
+        program: The graph, as `checked_program` returns it.
+        extra: The texts that the exporter added, by name.
+        tables: The tables of weights and of constants, by folder. They say where each tensor's
+            bytes are.
+        tensors: The weights and constants that were pickled, by the entry that held them.
+        versions: The versions of the archive's layout, by the entry that holds them.
+        old: Whether it has the layout of torch 2.7 and before.
     """
 
     program: Mapping[str, object]
@@ -109,7 +110,11 @@ def rewritten_pt2(file: Path) -> io.BytesIO:
     """Return a .pt2 with the same network, made of nothing but what was read and checked.
 
     Raises:
-        SourceError, zipfile.BadZipFile, KeyError, ValueError, OSError: As `read_pt2`.
+        SourceError: The file holds something that could run code; see `read_pt2`.
+        zipfile.BadZipFile: The file is damaged, or is no archive.
+        KeyError: An entry is missing, or the file is no .pt2.
+        ValueError: An entry is damaged.
+        OSError: The file cannot be read.
     """
     with _opened(file) as entries:
         archive = _read(entries)
@@ -130,7 +135,11 @@ class _Entries:
         self.infos = infos
 
     def read(self, name: str) -> bytes:
-        """Return an entry's content; raises KeyError: there is none of that name."""
+        """Return an entry's content.
+
+        Raises:
+            KeyError: There is no entry of that name.
+        """
         if name not in self.infos:
             raise KeyError(f"it has no entry {name}")
         return self.archive.read(self.infos[name])

@@ -82,7 +82,7 @@ def checked_program(record: object) -> dict[str, object]:
     """Return the program as torch may read it.
 
     Args:
-        record: the JSON of the program, as the file has it.
+        record: The JSON of the program, as the file has it.
 
     Raises:
         NotAllowedError: Something in it could run code, or is not known.
@@ -107,7 +107,7 @@ def require_operator(target: str) -> None:
     """Check that a node's operator computes tensors from tensors and numbers.
 
     Args:
-        target: the operator as the file names it: torch.ops.aten.relu.default.
+        target: The operator as the file names it, such as torch.ops.aten.relu.default.
 
     Raises:
         NotAllowedError: It could do something else, or is not known here.

@@ -288,7 +288,11 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(settings: FileSettings) -> None:
-    """Refuse options of files that take images and give one answer; raises OptionError."""
+    """Refuse options of files that take images and give one answer.
+
+    Raises:
+        OptionError: Such an option was given.
+    """
     asked = [name for name in ("input_size", "normalize", "softmax") if getattr(settings, name)]
     if settings.dtype == "int8":
         asked = ["int8"]

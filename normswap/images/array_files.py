@@ -67,7 +67,11 @@ class Arrays(Dataset[object]):
 
 
 def _read_samples(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Tensor]:
-    """Return a batch of each input of a file, and the labels; raises SourceError."""
+    """Return a batch of each input of a file, and the labels.
+
+    Raises:
+        SourceError: The file cannot be read, or lacks an input.
+    """
     stored = _read_tensors(file)
     labels = stored.pop(_LABELS, None)
     if len(inputs) == len(stored) == 1:

@@ -70,10 +70,10 @@ class Loader:
     A batch for a network of several inputs is a dict of these and the labels, by name.
 
     Args:
-        batches: torch's loader.
-        origin: What the user named.
-        count: How many images one pass has; of a stream, the most that are taken. None where nobody
-            knows.
+        batches: The loader, which is torch's.
+        origin: The place of the images, as the user named it.
+        count: How many images one pass has. Of a stream it is the most that are taken. None where
+            nobody knows.
         notes: Which part of a dataset they are, and how labels were read, where the user should
             know.
     """
@@ -190,7 +190,7 @@ def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
 
     Args:
         count: How many images there are.
-        samples: How many are drawn; None: all are used.
+        samples: How many are drawn. With None all are used.
         seed: The seed of the draw.
     """
     if samples is None or samples >= count:
@@ -351,13 +351,16 @@ def _counted(model: nn.Module) -> int | None:
 
 
 def _open(place: Path | None, data: str, split: str, mode: str) -> object:
-    """Return timm's dataset of a place on this disk, or of a name; raises SourceError.
+    """Return timm's dataset of a place on this disk, or of a name.
 
     Args:
-        place: The folder or file; None for a dataset that timm knows by name.
-        data: What the user named.
+        place: The folder or file. None stands for a dataset that timm knows by name.
+        data: The place of the images, as the user named it.
         split: Which part of a dataset that has parts.
         mode: Pillow's mode of the images, L or RGB.
+
+    Raises:
+        SourceError: The dataset cannot be opened. The message says why.
     """
     if place is not None and place.suffix.lower() == ".csv":
         return ImageDataset(str(place), reader=CsvReader(place), input_img_mode=mode)
@@ -411,11 +414,11 @@ class LabelledImages(Dataset[object]):
     An unreadable image gives a sentence that names it, as a worker's error would be a traceback.
 
     Args:
-        images: timm's dataset.
+        images: The dataset, which is timm's.
         mode: Pillow's mode of the images, L or RGB.
-        transform: From a PIL image to a tensor.
-        outputs: The network's output for each label; None: labels stay as they are.
-        notes: What the user should know.
+        transform: A function from a PIL image to a tensor.
+        outputs: The network's output for each label. With None labels stay as they are.
+        notes: Sentences that the user should read.
     """
 
     def __init__(
@@ -484,8 +487,8 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
     """Return the image in `mode`, of 8 bits.
 
     Raises:
-        ValueError: Its pixels have more bits, which Pillow would cut off at 255; or it is so narrow
-            that an image resized from it would fill the memory.
+        ValueError: The pixels have more bits, which Pillow would cut off at 255, or the image is so
+            narrow that an image resized from it would fill the memory.
     """
     width, height = image.size
     if max(width, height) > _MOST_TIMES_LONGER * min(width, height):

@@ -139,7 +139,7 @@ def set_average_map(norm: nn.Module, affine_map: Pair, mean: Tensor, var: Tensor
 
     Args:
         norm: The GroupNorm.
-        affine_map: s and t, each (C,).
+        affine_map: The factors s and shifts t, each (C,).
         mean: The mean per channel (C,) of the average sample.
         var: The variance per channel (C,) of the average sample.
     """

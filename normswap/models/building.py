@@ -78,8 +78,8 @@ class BuildRequest:
 
     Args:
         args: Arguments of the architecture.
-        num_classes: The number of outputs of another head; None: the head stays.
-        in_chans: The number of input channels of another stem; None: the stem stays.
+        num_classes: The number of outputs of another head. With None the head stays.
+        in_chans: The number of input channels of another stem. With None the stem stays.
         trained: Whether the weights are trained ones.
     """
 

@@ -69,7 +69,11 @@ def _working_directory() -> Iterator[None]:
 
 
 def _found(name: str) -> Callable[..., object]:
-    """Return the function or class that a name means; raises SourceError."""
+    """Return the function or class that a name means.
+
+    Raises:
+        SourceError: The module cannot be imported, or has no such name.
+    """
     module_name, _, path = name.partition(":")
     try:
         # Its constants are on the CPU, whatever device the network is built on.

@@ -218,7 +218,7 @@ def read_json(file: Path, origin: str) -> Cfg:
         origin: What errors call the place it is from.
 
     Raises:
-        SourceError: It cannot be read, or holds something else.
+        SourceError: The file cannot be read, or holds something else.
     """
     try:
         content = reading.parse_json(reading.file_text(file))

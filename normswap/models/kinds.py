@@ -46,7 +46,11 @@ class Kind:
     foreign: bool = False
 
     def load(self) -> ModuleType:
-        """Return the module that builds such networks; raises SourceError: a package is missing."""
+        """Return the module that builds such networks.
+
+        Raises:
+            SourceError: The package that the kind needs is not installed.
+        """
         if self.package and importlib.util.find_spec(self.package) is None:
             what = f"a network written {self.prefix}:... needs {self.package}"
             raise SourceError(what, "it is not installed", f"pip install {self.package}")
@@ -100,7 +104,11 @@ def prefixes() -> tuple[str, ...]:
 
 
 def by_builder(builder: str) -> Kind:
-    """Return the kind whose networks the builder makes; raises SourceError where there is none."""
+    """Return the kind whose networks the builder makes.
+
+    Raises:
+        SourceError: No kind has this builder.
+    """
     match = next((kind for kind in KINDS if kind.builder == builder), None)
     if match is None:
         names = ", ".join(kind.builder for kind in KINDS)

@@ -103,7 +103,7 @@ def require_module(model: object) -> nn.Module:
     """Return a network, or the one that a result holds as its `model`.
 
     Raises:
-        SourceError: It is neither, or is TorchScript.
+        SourceError: The object is neither, or is TorchScript.
     """
     default_device = torch.get_default_device()
     if default_device.type != "cpu":

@@ -174,12 +174,15 @@ def without_addresses(stated: object) -> object:
 
 
 def checked(kind: type[Record], stated: object, origin: str) -> Record:
-    """Return a record of what a file states; raises SourceError, which names file and key.
+    """Return a record of what a file states.
 
     Args:
         kind: The class of the record.
         stated: The plain data that was read.
         origin: What the error calls the file.
+
+    Raises:
+        SourceError: The data does not fit the record. The message names file and key.
     """
     try:
         return reading.validated(_reader(kind), json.dumps(stated))

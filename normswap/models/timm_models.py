@@ -88,7 +88,7 @@ def build(name: str, request: BuildRequest) -> Built:
         request: The user's wishes beside the name.
 
     Raises:
-        SourceError: It cannot be found, read or built.
+        SourceError: The network cannot be found, read or built.
     """
     prefix, _, place = name.partition(":")
     arguments = request.arguments()

@@ -38,7 +38,8 @@ def build(name: str, request: BuildRequest) -> Built:
         request: The user's wishes beside the name.
 
     Raises:
-        SourceError: Torchvision has no such network or weights, or cannot build it.
+        SourceError: There is no such network in torchvision, it has no such weights, or it cannot
+            be built.
     """
     called, _, tag = name.partition(":")[2].partition("@")
     arguments = request.arguments()
@@ -127,7 +128,11 @@ def _member(name: str, tag: str) -> models.WeightsEnum:
 
 
 def _download(member: models.WeightsEnum, source: str) -> State:
-    """Return the tensors of torchvision's weights, downloaded or cached; raises SourceError."""
+    """Return the tensors of torchvision's weights, downloaded or cached.
+
+    Raises:
+        SourceError: The download fails, or the file is damaged.
+    """
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             state: State = torch.hub.load_state_dict_from_url(

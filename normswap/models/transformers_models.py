@@ -47,7 +47,7 @@ def build(name: str, request: BuildRequest) -> Built:
         request: The user's wishes beside the name.
 
     Raises:
-        SourceError: It cannot be found, read or built.
+        SourceError: The network cannot be found, read or built.
     """
     place = name.partition(":")[2]
     is_folder = Path(place).is_dir()
@@ -182,7 +182,11 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
 
 
 def _config(arch: Arch) -> transformers.PretrainedConfig:
-    """Return the config of an architecture; raises SourceError: transformers knows no such type."""
+    """Return the config of an architecture.
+
+    Raises:
+        SourceError: There is no such model_type in transformers.
+    """
     # A config may change the objects that it is given.
     body = copy.deepcopy(dict(arch.kwargs))
     kind = body.pop("model_type", None)

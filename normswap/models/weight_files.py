@@ -91,7 +91,7 @@ def read(file: Path) -> State:
         file: A safetensors file, or one that `torch.save` wrote.
 
     Raises:
-        SourceError: It is unreadable, or holds something else.
+        SourceError: The file is unreadable, or holds something else.
     """
     if not file.is_file():
         raise SourceError(f"{file} is a directory" if file.is_dir() else f"{file} does not exist")
@@ -108,7 +108,11 @@ def read(file: Path) -> State:
 
 
 def _content(file: Path) -> object:
-    """Return what a weights file holds; raises SourceError, with the reason and what to do."""
+    """Return what a weights file holds.
+
+    Raises:
+        SourceError: The file cannot be read. The message gives the reason and what to do.
+    """
     try:
         if file.suffix == ".safetensors":
             return load_file(file)

@@ -51,7 +51,7 @@ def create(arch: Arch) -> nn.Module:
     """Return the bare network on the CPU, in eval mode, with random values.
 
     Raises:
-        SourceError: It cannot be built.
+        SourceError: The network cannot be built.
     """
     return kinds.by_builder(arch.builder).load().create(arch)
 
@@ -149,7 +149,7 @@ def open_source(
             file.
 
     Raises:
-        SourceError: It cannot be found, read or built.
+        SourceError: The network cannot be found, read or built.
         OptionError: Two options do not go together.
     """
     name, file = kinds.parts(source, weights, arch)

@@ -62,13 +62,15 @@ def plan(
     """Plan a GroupNorm in place of every BatchNorm.
 
     Args:
-        channelwise: each channel is a group.
-        groups: the number of groups; `group_size`, unless it is 0: the channels of each.
-        relative_eps: eps, in multiples of the mean variance of the norm's channels. Unless it is 0,
-            channels may be rescaled, by a convolution right before the norm or by a
-            `ChannelAffine`. With r = `relative_eps`, a sample whose variance is d^2 times the
-            average is divided by sqrt((r + d^2) / (r + 1)) times what an average sample is divided
-            by.
+        anatomy: The recorded network.
+        channelwise: Whether each channel is a group.
+        groups: The number of groups, if `group_size` is 0.
+        group_size: The number of channels of each group, unless it is 0.
+        relative_eps: The eps of the norms, in multiples of the mean variance of the norm's
+            channels. Unless it is 0, channels may be rescaled, by a convolution right before the
+            norm or by a `ChannelAffine`. With r = `relative_eps`, a sample whose variance is d^2
+            times the average is divided by sqrt((r + d^2) / (r + 1)) times what an average sample
+            is divided by.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}

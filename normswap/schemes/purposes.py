@@ -73,7 +73,7 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
     """Return the layers that Opacus' own validator refuses, by path, with its reason.
 
     Args:
-        model: a network in training mode.
+        model: The network, in training mode.
 
     Returns:
         One reason a layer; nothing where Opacus is not installed.

@@ -54,12 +54,14 @@ class Option:
     """An option of a scheme.
 
     Args:
-        name: as Python spells it.
-        kind: int, float, bool, str; object: one of the choices, or a number.
-        help: a line about it.
-        metavar: stands for its value in help texts, where that is no list of choices.
-        choices, range: the allowed words, and the allowed numbers.
-        instead_of: the option that says the same in another way; only one of the two is given.
+        name: The name as Python spells it.
+        kind: The type: int, float, bool or str. object stands for one of the choices, or a number.
+        default: The value where the user gives none.
+        help: A line about the option.
+        metavar: The word for its value in help texts, where that is no list of choices.
+        choices: The allowed words.
+        range: The allowed numbers.
+        instead_of: The option that says the same in another way. Only one of the two is given.
     """
 
     name: str
@@ -144,14 +146,16 @@ class FitTask:
     """The input of a fit.
 
     Args:
-        source: the network before the step.
-        result: the network after it; its tensors are set in place.
-        batches: calls of both networks, read as often as needed; None where the user gave no
+        source: The network before the step.
+        result: The network after it. Its tensors are set in place.
+        step: The step.
+        batches: Calls of both networks, read as often as needed. None where the user gave no
             images.
-        example: one call, for its form and the size of its images.
-        after: after(step) is a copy of the source after another step.
-        takes_part: whether the layer at a path of the result may be changed (`only`, `skip`).
-        progress: called with the number of steps so far, and the total.
+        example: One call, for its form and the size of its images.
+        after: Returns a copy of the source after another step.
+        takes_part: Whether the layer at a path of the result may be changed (`only`, `skip`).
+        seed: The seed of every draw.
+        progress: Called with the number of steps so far, and the total.
     """
 
     source: nn.Module

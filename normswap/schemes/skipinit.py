@@ -66,10 +66,12 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     """Fold the network and put one scalar at the end of every residual branch that has none.
 
     Args:
-        value: the scalars' start; None: the standard deviation of the branch's output, which keeps
-            the function. The branch's last convolution is divided by that deviation in both cases.
-        bias: add a scalar bias of 0 where an activation follows the sum; without it, a bias that is
-            there goes into the branch's last convolution.
+        anatomy: The recorded network.
+        value: The scalars' start. With None it is the standard deviation of the branch's output,
+            which keeps the function. The branch's last convolution is divided by that deviation in
+            both cases.
+        bias: Whether a scalar bias of 0 is added where an activation follows the sum. Without it, a
+            bias that is there goes into the branch's last convolution.
     """
     check_blocks(anatomy)
 

@@ -71,7 +71,7 @@ def whole(file: Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a path beside `file`, then move it to `file`, and return `file`.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: The file cannot be written.
     """
     with writing(file) as aside:
         write(aside)
@@ -87,7 +87,7 @@ def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object
     """Write the given columns of each row as CSV, whole or not at all; None is an empty cell.
 
     Raises:
-        OutputError: It cannot be written.
+        OutputError: The file cannot be written.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -167,7 +167,8 @@ def _exchange(
     The last of the new files comes last, and its old one goes first.
 
     Raises:
-        OSError: It cannot be done. Then, and where the user interrupts, the old files are back.
+        OSError: The files cannot be moved. The old files are back then, as they are where the user
+            interrupts.
     """
     old.mkdir()
     names = [new_file.name for new_file in new_files]

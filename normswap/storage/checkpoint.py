@@ -96,7 +96,7 @@ def save(
     arch: Arch | None = None,
     force: bool = False,
 ) -> Path:
-    """Write a conversion, or a loaded and perhaps fine-tuned network. Returns the directory.
+    """Write a conversion, or a loaded and perhaps fine-tuned network.
 
     A network that nobody knows how to build is saved too; `load` then needs its skeleton.
 
@@ -108,6 +108,9 @@ def save(
         force: Whether the files of a network that normswap or timm wrote before are replaced. If
             the place is a link, this happens in the directory that it points to. Whatever lies
             beside the files stays.
+
+    Returns:
+        The directory.
 
     Raises:
         OutputError: The place is taken, or cannot be written.
@@ -245,7 +248,8 @@ def _check_the_same(record: Header, states: Mapping[str, State], file: Path) -> 
 def _from_hub(source: str) -> Path | None:
     """Fetch a `hf-hub:owner/name` that `push` wrote into the hub's cache.
 
-    Returns the directory; None for a source of another kind.
+    Returns:
+        The directory. None for a source of another kind.
     """
     prefix, _, repo = source.partition(":")
     if prefix not in ("hf-hub", "hf_hub"):
@@ -322,7 +326,11 @@ def config_of(model: nn.Module, record: provenance.Provenance, digest: str | Non
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file; raises OutputError. Tensors that share memory are stored twice."""
+    """Write a safetensors file, in which tensors that share memory are stored twice.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
     addresses: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.data_ptr() in addresses and tensor.numel():
@@ -341,7 +349,11 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
 
 
 def _build_bare(folder: Path, arch: Arch | None, *, trusted: bool) -> nn.Module:
-    """Return the bare network of a directory; raises SourceError: nobody can build it."""
+    """Return the bare network of a directory.
+
+    Raises:
+        SourceError: The directory does not say how its network is built, or it cannot be built.
+    """
     if arch is None:
         remedy = "In Python: normswap.load(directory, skeleton=MyNetwork())"
         raise SourceError(f"{folder} does not say how its network is built", remedy=remedy)

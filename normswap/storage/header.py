@@ -99,7 +99,11 @@ class Header(BaseModel):
         return image_record(self.pretrained_cfg.model_dump())
 
     def read_plan(self, file: Path) -> Plan:
-        """Return the plan; raises PlanError: it is malformed, or not the one that was saved."""
+        """Return the plan.
+
+        Raises:
+            PlanError: The plan is malformed.
+        """
         return Plan.from_json(json.dumps(self.plan), f"{file}: plan")
 
 
@@ -116,7 +120,8 @@ def read_header(place: Path) -> Header:
         place: The directory that `save` wrote, or its weights file alone.
 
     Raises:
-        SourceError: It is missing, damaged, changed since it was written, or of a later version.
+        SourceError: The record is missing, damaged, changed since it was written, or of a later
+            version.
     """
     file = place if place.is_file() else place / WEIGHTS
     if not file.is_file():

@@ -69,7 +69,7 @@ def push(
 ) -> Published:
     """Publish a directory that `save` wrote as `owner/name`.
 
-    The repository is made if it is not there. Returns what was published.
+    The repository is made if it is not there.
 
     Args:
         directory: The network's directory. None of its files may be a link.
@@ -81,6 +81,9 @@ def push(
         message: The message of the commit.
         trust_factory: Whether the user's factory that builds the network may be imported, which
             runs its code.
+
+    Returns:
+        A record of what was published.
 
     Raises:
         SourceError: The directory is damaged, or one of its files is a link.

@@ -26,12 +26,13 @@ class Conversion:
     """A converted network.
 
     Args:
-        network: the result, in the mode, dtype and device of the source, with the source's inputs.
-        report: what was measured.
-        outcomes: what happened to each norm, by path.
-        notes: what the user should know (a branch whose alpha could not be matched ...).
-        renames: (old, new) names of tensors that got another name.
-        steps: how many of the plan's last steps are this conversion.
+        network: The result, in the mode, dtype and device of the source, with the source's inputs.
+        report: The measurements.
+        outcomes: The outcome for each norm, by path.
+        notes: Sentences that the user should read, such as that a branch's alpha could not be
+            matched.
+        renames: The old and the new name of each tensor that got another name.
+        steps: How many of the plan's last steps are this conversion.
     """
 
     network: Network

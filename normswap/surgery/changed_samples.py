@@ -75,8 +75,8 @@ def with_other_values(call: Example, rows: Tensor) -> Example:
     (labels, masks) stay as they are where a call has images.
 
     Args:
-        call: the call, which is not changed.
-        rows: (N,) bool; True for the samples that are changed.
+        call: The call, which is not changed.
+        rows: Which samples are changed: a bool for each, (N,).
     """
     count = call.count
     of_images = any(tensor.is_floating_point() for tensor in call.tensors())

@@ -810,12 +810,12 @@ class Precise:
     """A comparison in float64.
 
     Args:
-        error: how far the result is off in float64; None where the network does not run in it.
-        reference: the source's outputs in float64.
-        own_change: how far the source's outputs move when the input, or the weights, change in
+        error: How far the result is off in float64. None where the network does not run in it.
+        reference: The source's outputs in float64.
+        own_change: How far the source's outputs move when the input, or the weights, change in
             their last digit.
-        hangs_on: what a large `own_change` comes from, for reports.
-        impossible: why the network does not run in float64.
+        hangs_on: The cause of a large `own_change`, for reports.
+        impossible: Why the network does not run in float64. Empty where it does.
     """
 
     error: Error | None
@@ -835,9 +835,11 @@ def compare_double(
     None where the network is in float64 already, or its device has no float64 (MPS).
 
     Args:
-        make: makes the result in float64, never rounded to less.
-        parts: a cheaper way to the result's outputs on an example in float64, or None. Where these
-            differ from the source's, the network of `make` decides.
+        network: The source.
+        make: Returns the result in float64, never rounded to less.
+        parts: Returns the result's outputs on an example in float64 at less cost, or None. Where
+            these differ from the source's, the network of `make` decides. By default it returns
+            None.
     """
     if not network.has_double:
         return None

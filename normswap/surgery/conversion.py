@@ -59,11 +59,14 @@ class ConvertOptions(TypedDict, total=False):
 
 
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
-    """Plan one step of a conversion; returns it and its builder, which has outcomes and notes.
+    """Plan one step of a conversion.
+
+    Returns:
+        The step, and its builder, which has outcomes and notes.
 
     Raises:
         OptionError: The scheme or the option is not known.
-        RefusedError: It cannot be converted, or there is nothing to do.
+        RefusedError: The network cannot be converted, or there is nothing to do.
     """
     schemes.check_target(to)
     return _plan_step(anatomy, schemes.chosen(to, options))

@@ -22,10 +22,11 @@ class Departure:
     """A layer that is off, though its input is not.
 
     Args:
-        site: its path, or that of the module whose forward does it; kind: what stands there, a
-            class or a function.
-        relative_l2: |result - network| / |network|, over its output.
-        network, result: the numbers of both where they differ most.
+        site: The layer's path, or that of the module whose forward does it.
+        kind: The name of the layer's class, or of the function.
+        relative_l2: The distance |result - network| / |network|, over its output.
+        network: The network's number where both differ most.
+        result: The result's number at the same place.
     """
 
     site: str

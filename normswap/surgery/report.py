@@ -9,13 +9,13 @@ class Kept:
     """How well the answers of source and result agree on held-out images, without labels.
 
     Args:
-        agreement: share of images, or of places in maps, with the same argmax; None where the
+        agreement: The share of images, or of places in maps, with the same argmax. None where the
             outputs have no argmax.
-        relative_l2: |result - source| / |source| at the outputs.
-        count: number of images.
-        answer: what the argmax is taken of; of several outputs the one that agrees least, and the
-            others' agreement.
-        axis: of that argmax; None where outputs have names.
+        relative_l2: The distance |result - source| / |source| at the outputs.
+        count: The number of images.
+        answer: The output that the argmax is taken of. Of several outputs it is the one that agrees
+            least, with the agreement of the others.
+        axis: The axis of the argmax. None where outputs have names.
     """
 
     agreement: float | None
@@ -64,10 +64,16 @@ class Error:
     """How far a result is from its reference: at the logits, or at the output of the module `site`.
 
     Args:
-        relative_l2: |a - b| / |a|; largest: max |a - b| / max |a|.
-        agreement: fraction of inputs, or of places in maps, with the same argmax (logits only);
-            None of one class; `answer` and `axis`: of the argmax, as in `Kept`.
-        output: the name of the worst output, where there are several.
+        site: The path of the module at whose output it was measured, or "logits".
+        precision: The precision that both networks ran in.
+        size: The size of the input.
+        relative_l2: The distance |a - b| / |a|.
+        largest: The largest difference, max |a - b| / max |a|.
+        agreement: The fraction of inputs, or of places in maps, with the same argmax. It is given
+            for logits of more than one class; otherwise it is None.
+        output: The name of the worst output, where there are several.
+        answer: The output that the argmax is taken of, as in `Kept`.
+        axis: The axis of the argmax, as in `Kept`.
     """
 
     site: str
@@ -86,17 +92,18 @@ class Report:
     """The measurements, and the verdict.
 
     Args:
-        exact: whether the conversion claims to keep the function.
-        passed: an exact one keeps it within tolerance; an approximate one gives finite numbers.
-        inputs: what the networks were run on.
-        logits: one error per precision and input size.
-        sites: errors at the residual blocks' outputs, in float32.
-        tolerance: the largest relative L2 error allowed, by precision.
-        remarks: what else a reader must know: a branch, or the input, hardly moves the output; the
-            proof is at blocks, or in one precision only.
-        unproved: why nothing that was compared could have shown an error; empty otherwise.
-        kept: the agreement of an approximate result with its source on the user's held-out images.
-        unmeasured: why there is no such agreement, although there were images.
+        exact: Whether the conversion claims to keep the function.
+        passed: Whether the result is good. An exact one must keep the function within tolerance, an
+            approximate one must give finite numbers.
+        inputs: The name of the inputs that the networks were run on.
+        logits: The errors at the logits, one for each precision and input size.
+        sites: The errors at the residual blocks' outputs, in float32.
+        tolerance: The largest relative L2 error that is allowed, by precision.
+        remarks: Sentences that a reader must know: a branch, or the input, hardly moves the output,
+            or the proof is at blocks, or in one precision only.
+        kept: The agreement of an approximate result with its source on the user's held-out images.
+        unmeasured: Why there is no such agreement, although there were images.
+        unproved: Why nothing that was compared could have shown an error. Empty otherwise.
     """
 
     exact: bool

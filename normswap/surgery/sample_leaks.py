@@ -55,10 +55,10 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
     """Check by a run in training mode that a result can be trained for a purpose.
 
     Args:
-        network: the source, whose first example the run is made of.
-        result: the converted network, which is not changed.
-        proof: what the purpose asks for.
-        purpose: its name, for the messages.
+        network: The source, whose first example gives the batches of the run.
+        result: The converted network, which is not changed.
+        proof: The properties that the purpose asks for.
+        purpose: The name of the purpose, for the messages.
 
     Raises:
         RefusedError: Samples are mixed, a buffer changes, the trainer refuses a layer, or the
@@ -93,12 +93,12 @@ class _Step:
     """What one step of training on a fresh copy gave.
 
     Args:
-        outputs: the outputs by name.
-        listed: whether the forward returns a list with an entry for each sample.
-        later: the outputs of a second run on the same copy, with other random numbers.
-        gradients: the gradient of every input, in the form of the call.
-        rows: the first input of each layer that learns, by path, as often as the layer was called.
-        model: the copy after both runs.
+        outputs: The outputs by name.
+        listed: Whether the forward returns a list with an entry for each sample.
+        later: The outputs of a second run on the same copy, with other random numbers.
+        gradients: The gradient of every input, in the form of the call.
+        rows: The first input of each layer that learns, by path, as often as the layer was called.
+        model: The copy after both runs.
     """
 
     outputs: dict[str, Tensor]
@@ -114,10 +114,10 @@ class _Operation:
     """One call of a torch function in a forward.
 
     Args:
-        name: the function, as people write it.
-        path: the module whose forward calls it.
-        live: the tensors that it returned, with their history.
-        values: the numbers of these tensors, as they were then.
+        name: The name of the function, as people write it.
+        path: The path of the module whose forward calls it.
+        live: The tensors that it returned, with their history.
+        values: The numbers of these tensors, as they were then.
     """
 
     name: str
@@ -131,8 +131,8 @@ class _Calls:
     """The batches of a trial: one to train on, and one for the forward that follows.
 
     Args:
-        call: the batch that is trained on.
-        later: the same samples in another order.
+        call: The batch that is trained on.
+        later: The same samples in another order.
     """
 
     call: Example

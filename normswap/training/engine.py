@@ -237,7 +237,8 @@ class TrainingRun:
     def train(self, stop: threading.Event) -> bool:
         """Do all updates that are left.
 
-        Returns whether they are done: False if somebody asked to stop before the end.
+        Returns:
+            Whether they are done. False if somebody asked to stop before the end.
         """
         task = self.task
         at = self.at
@@ -326,12 +327,14 @@ class TrainingRun:
         return images, labels.to(device, non_blocking=True)
 
     def _agree(self, asked: bool) -> tuple[bool, bool]:
-        """Return whether the losses since the last call are finite in all processes.
-
-        Returns also whether any of them was asked to stop.
+        """Agree in all processes on whether the run goes on.
 
         Args:
-            asked: Whether this process was.
+            asked: Whether this process was asked to stop.
+
+        Returns:
+            Whether the losses since the last call are finite in all processes, and whether any
+            process was asked to stop.
         """
         sums = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
         loss, stop = self.engine.reduce(sums, "sum").tolist()
@@ -438,12 +441,13 @@ class TrainingRun:
 def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Evaluation | None:
     """Measure a network, in every process on its share of the validation images.
 
-    Returns what was measured on all of them, or None where there are none.
-
     Args:
         model: The network.
         share: The validation images of this process.
         engine: Accelerate's view of the processes.
+
+    Returns:
+        The measurements on all of them, or None where there are no validation images.
     """
     if share is None:
         return None

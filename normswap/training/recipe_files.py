@@ -178,7 +178,11 @@ def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list
 
 
 def _parsed(content: str, label: str) -> object:
-    """Return the plain data of a YAML text; raises RecipeError."""
+    """Return the plain data of a YAML text.
+
+    Raises:
+        RecipeError: The text is not YAML.
+    """
     try:
         return reading.parse_yaml(content)
     except reading.UnreadableError as error:

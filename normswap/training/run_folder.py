@@ -135,7 +135,11 @@ class Folder:
             )
 
     def begin(self, recipe: Recipe) -> None:
-        """Make the folder; raises OutputError: it cannot be made, or holds something else."""
+        """Make the folder.
+
+        Raises:
+            OutputError: The folder cannot be made, or holds something else.
+        """
         self.check_new()
         self.put_back()
         try:
@@ -215,7 +219,11 @@ class Folder:
             left_behind.put_back(file, removes=True)
 
     def write_state(self, position: TrainingState, parts: State) -> None:
-        """Replace the state atomically; raises OutputError, and the old state stays."""
+        """Replace the state atomically.
+
+        Raises:
+            OutputError: The state cannot be written. The old one stays.
+        """
         body = {"identity": self.identity, "position": vars(position), **parts}
         # On a full disk torch.save raises various errors, and may leave half a file.
         buffer = io.BytesIO()
@@ -245,7 +253,11 @@ class Folder:
         return position, body
 
     def write_network(self, model: nn.Module, place: Path) -> None:
-        """Replace best/ or last/; raises OutputError, and the old network stays."""
+        """Replace best/ or last/.
+
+        Raises:
+            OutputError: The network cannot be written. The old one stays.
+        """
         checkpoint.save(model, place, force=True)
 
 
