@@ -1,6 +1,6 @@
-"""Files are there whole or not at all: written in a folder beside their place, then renamed.
+"""Write files whole or not at all: in a folder beside their place, from which they are renamed.
 
-What a killed process leaves of such a folder: `left_behind`.
+`left_behind` deals with the folder that a killed process leaves.
 """
 
 import csv
@@ -20,9 +20,8 @@ from normswap.storage import left_behind
 def writing(file: Path, beside: Sequence[str] = (), obsolete: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a path at which to write a new file or directory, which is moved to `file` at the end.
 
-    Where the process is killed, `file` and those beside it are all old, or all new, or `file` is
-    missing: it never stands beside parts of another. Where an error is raised, nothing is left
-    behind.
+    If the process is killed, the files are all old, or all new, or `file` is missing: it never
+    stands beside files of another version. If an error is raised, nothing is left behind.
 
     Args:
         file: The path of the file or directory. Its folder exists.
@@ -60,7 +59,8 @@ def _folder_beside(file: Path, names: Sequence[str]) -> Iterator[Path]:
         yield folder
     finally:
         old = left_behind.old_folder(folder, names)
-        # Where an interrupt came between two renames, the next run puts the old file back.
+        # If an interrupt came between two renames, the folder holds the old file, and stays: the
+        # next run puts the old file back.
         if file.exists() or not old.is_dir() or not any(old.iterdir()):
             left_behind.remove(folder)
         if claim is not None:
@@ -131,6 +131,7 @@ def check_writable(file: Path, *, force: bool = False, package_of: Sequence[str]
 
 
 def _check_package(package: Path, names: Sequence[str]) -> None:
+    """Check that a directory is a package with these entries, and holds nothing else."""
     remedy = "Remove it yourself, or give another name"
     if not (package / names[0]).is_file():
         raise OutputError(f"{package} has no {names[0]}", remedy=remedy)
@@ -144,8 +145,9 @@ def _check_package(package: Path, names: Sequence[str]) -> None:
 def _open_to_others(folder: Path, new_files: Sequence[Path]) -> None:
     """Give new files the rights that the user's umask, or the folder's own list, gives to a file.
 
-    A temporary folder is closed to others, and some writers close their files, too. What a new
-    directory gets shows the umask; to ask for it would mean to set it, for all threads.
+    A temporary folder is closed to others, and some writers close their files, too. The mode of a
+    new directory shows the umask. To ask the system for the umask would mean to set it, for all
+    threads.
     """
     probe = folder / ".mode"
     probe.mkdir(0o777)
@@ -162,9 +164,10 @@ def _open_to_others(folder: Path, new_files: Sequence[Path]) -> None:
 def _exchange(
     new_files: Sequence[Path], folder: Path, old: Path, obsolete: Sequence[str] = ()
 ) -> None:
-    """Move new files to `folder`, and before that the old files of their names to `old`.
+    """Move the old files from `folder` to `old`, then the new files to `folder`.
 
-    The last of the new files comes last, and its old one goes first.
+    The last of `new_files` is the main one. Its old version goes first and its new version comes
+    last, so that it never stands beside files of another version.
 
     Raises:
         OSError: The files cannot be moved. The old files are back then, as they are where the user
@@ -183,7 +186,7 @@ def _exchange(
         for new_file in new_files:
             os.replace(new_file, folder / new_file.name)
             placed.append(new_file.name)
-    # An interrupt, too, puts everything back before it goes on.
+    # The old files are put back after an interrupt (KeyboardInterrupt), too.
     except BaseException:
         for name in reversed(placed):
             os.replace(folder / name, new_files[0].with_name(name))

@@ -1,8 +1,9 @@
 """Save and load: a directory of weights, plan and measured proof. Nothing is pickled.
 
-`model.safetensors` has the tensors, and in its header the record of `storage/header.py`;
-`config.json` is timm's hub layout; `norms.safetensors` has the source's norm tensors; `README.md`
-is a model card. The directory is written beside its place and renamed.
+`model.safetensors` has the tensors, and in its header the record of `storage/header.py`.
+`config.json` has timm's hub layout. `norms.safetensors` has the tensors of the source's norms, from
+which `--to unfold` brings the norms back. `README.md` is a model card. The directory is written
+beside its place and then renamed.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def open_model(
     Args:
         source: A source of `zoo.open_source`, or what `save` wrote: a directory, its weights file
             alone, or a repository of the hub.
-        input_size: The size (C, H, W) of its images, where it states another or none.
-        inputs: Shape and type of each of its inputs, by name, where it takes no image.
+        input_size: The size (C, H, W) of the network's images, if it states another or none.
+        inputs: Shape and type of each input, by name, if the network takes no image.
         trust_factory: Whether a factory that the file names may be imported, as in `load`.
         named: Whether the user named the MODEL, so that its factory may be imported.
         asked: The options weights, arch, arch_args, num_classes, in_chans of `zoo.open_source`.
@@ -98,7 +99,7 @@ def save(
 ) -> Path:
     """Write a conversion, or a loaded and perhaps fine-tuned network.
 
-    A network that nobody knows how to build is saved too; `load` then needs its skeleton.
+    A network that normswap cannot build again is saved, too; `load` then needs its skeleton.
 
     Args:
         result: The conversion, or the network.
@@ -136,14 +137,14 @@ def save(
         obsolete = [] if record.norms else [NORMS]
         with atomic_write.writing(target / WEIGHTS, names, obsolete) as aside:
             _write(aside.parent, model, record, report)
-            # Another process may have written it since.
+            # Another process may have written to the directory since it was checked.
             network_folder.check_writable(place, force=force)
         return place
 
     with atomic_write.writing(target) as aside:
         aside.mkdir()
         _write(aside, model, record, report)
-        # Another process may have made it since, and put anything into it.
+        # Another process may have made the directory meanwhile, and put anything into it.
         network_folder.check_writable(place, force=False)
     return place
 
@@ -188,6 +189,7 @@ def load(
         bare = copy.deepcopy(skeleton)
     else:
         bare = _build_bare(place, record.arch, trusted=trust_factory)
+    # A buffer that the file lacks gets the widest dtype of the file, any other tensor its own.
     dtype = _dtype(state)
     model = applying.apply(bare, plan.steps)._apply(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -217,7 +219,7 @@ def _read_tensors(place: Path, file: Path) -> dict[str, State]:
     states = {WEIGHTS: weight_files.read(file)}
     norms_file = file.with_name(NORMS)
 
-    # A file alone may stand beside the norms of another network, or without any.
+    # A weights file under another name may stand beside the norms of another network.
     if place.is_dir() or (file.name == WEIGHTS and norms_file.is_file()):
         states[NORMS] = weight_files.read(norms_file) if norms_file.is_file() else {}
     return states
@@ -227,6 +229,7 @@ def _check_the_same(record: Header, states: Mapping[str, State], file: Path) -> 
     """Raise SourceError, naming the tensors, where a file has others than those that were saved."""
     for name, state in states.items():
         saved_hash = record.hashes.get(name)
+        # No norms were saved, and none are there.
         if saved_hash is None and not state:
             continue
         if weight_files.hash_tensors(state) == saved_hash:
@@ -246,10 +249,10 @@ def _check_the_same(record: Header, states: Mapping[str, State], file: Path) -> 
 
 
 def _from_hub(source: str) -> Path | None:
-    """Fetch a `hf-hub:owner/name` that `push` wrote into the hub's cache.
+    """Fetch the repository that `hf-hub:owner/name` names into the hub's cache.
 
     Returns:
-        The directory. None for a source of another kind.
+        Its directory in the cache. None if the source is no repository that `push` wrote.
     """
     prefix, _, repo = source.partition(":")
     if prefix not in ("hf-hub", "hf_hub"):
@@ -257,11 +260,11 @@ def _from_hub(source: str) -> Path | None:
 
     config = header.read_config(hub.fetch(repo, (CONFIG,)).parent)
     entry = (config or {}).get(header.KEY)
-    # timm's reader says what is wrong with a config of another kind.
+    # timm opens any other repository, and says what is wrong with its config.
     if not isinstance(entry, dict) or not entry.get("schemes"):
         return None
 
-    # A network none of whose norms was replaced has no such file.
+    # A network has no such file if none of its norms was replaced.
     with suppress(SourceError):
         hub.fetch(repo, (NORMS,))
     return hub.fetch(repo, (WEIGHTS,)).parent
@@ -304,12 +307,12 @@ def _write(
 
 
 def config_of(model: nn.Module, record: provenance.Provenance, digest: str | None) -> Body:
-    """Return what config.json says of a network: timm's layout, and the schemes it went through.
+    """Return the contents of config.json: timm's layout, and the schemes of the conversions.
 
     Args:
         model: The network.
-        record: Its provenance.
-        digest: The digest of the header of its weights, which is noted.
+        record: The network's provenance.
+        digest: The digest of the header of its weights, so that a changed header is noticed.
     """
     arch = record.arch or Arch(type(model).__name__)
     return {

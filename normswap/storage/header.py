@@ -30,12 +30,12 @@ KEY = "normswap"
 
 _DAMAGED = "The file is damaged: get it again"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Piece = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+ShortHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Word = Annotated[str, Field(max_length=10_000)]
 
 
 class Header(BaseModel):
-    """The record as it is read.
+    """The record in the header, as it is read from a file and checked.
 
     Args:
         version: The version of the record.
@@ -60,7 +60,7 @@ class Header(BaseModel):
     pretrained_cfg: ImageRecord
     report: Report | None
     hashes: dict[Word, Sha256]
-    tensors: dict[Word, dict[Word, Piece]] = {}
+    tensors: dict[Word, dict[Word, ShortHash]] = {}
     versions: dict[Word, Word]
     digest: Sha256 | None = None
 
@@ -72,7 +72,7 @@ class Header(BaseModel):
     @field_validator("report")
     @classmethod
     def _is_printable(cls, report: Report | None) -> Report | None:
-        """Refuse what no comparison gives, and no report could be printed from."""
+        """Refuse a report that no comparison gives, and that could not be printed."""
         if report is None:
             return None
         if not report.logits:
@@ -142,7 +142,7 @@ def read_header(place: Path) -> Header:
             what = f"{file} has schema version {version!r:.40}, this normswap reads {VERSION}"
             raise SourceError(what, remedy="Upgrade it")
 
-        # A report may say that an error is infinite.
+        # Every number must be finite, except in the report: an error may be infinite.
         reading.check_plain({key: value for key, value in record.items() if key != "report"})
         header = reading.validated(_reader(), _with_todays_names(record, text))
     except reading.UnreadableError as error:

@@ -1,8 +1,13 @@
-"""What a killed process left behind while it wrote a file: found, put back, and named to the user.
+"""Find the folder that a process left when it was killed while it wrote a file, and tell the user.
 
-`atomic_write.writing` writes each file in a folder beside it, `.NAME.xxxxxxxx`, which has the new
-files, the old ones in `old/` for as long as they are replaced, and a file that the process locks
-and that lists the names. A process that is killed loses its lock and leaves the folder.
+`atomic_write.writing` writes each file in a folder beside it, `.NAME.xxxxxxxx`. The folder holds:
+
+- the new files, until they are moved to their places;
+- in `old/`, the files that they replace, until all new files are in their places;
+- `.normswap`, a list of the files' names, which the writing process keeps locked.
+
+A process that is killed loses its lock and leaves the folder. If it was killed between the two
+moves, the file is missing, and `put_back` moves the old files from `old/` to their places.
 """
 
 import json
@@ -25,8 +30,8 @@ if sys.platform != "win32":
 
 # In the folder of a writing: the names of its files, locked by the process that writes them.
 _OWNER = ".normswap"
-# The folders of this process. A process is not kept out by its own lock, and loses it where it
-# closes the file a second time.
+# The folders in which this process writes. Its locks are no help here: a process can always take a
+# lock that it holds, and loses the lock when it opens the file once more and closes it.
 _own_folders: set[Path] = set()
 
 
@@ -38,7 +43,8 @@ class Claim:
         _own_folders.add(self._folder)
         self._opened = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if sys.platform != "win32":
-            # Some file systems have no locks: then this process is taken for a killed one.
+            # Some file systems have no locks. `_is_claimed` gets none there either, and takes the
+            # folder for one in which a process writes.
             with suppress(OSError):
                 fcntl.lockf(self._opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._opened, json.dumps(list(names)).encode())
@@ -52,7 +58,8 @@ class Claim:
 def remove(folder: Path) -> None:
     """Remove a folder in which files were written, as far as that is possible.
 
-    The note of who made it goes last: what a process that is killed meanwhile leaves still has it.
+    The list of names is removed last. If this process is killed meanwhile, the list tells the next
+    one that the folder is normswap's.
     """
     for name in _entries(folder):
         path = folder / name
@@ -65,7 +72,10 @@ def remove(folder: Path) -> None:
 
 
 def old_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return where the old files are, in a folder in which files of the given names are written."""
+    """Return the path of the old files in a folder in which files of these names are written.
+
+    It is `old`, with underscores behind it if one of the files has that name.
+    """
     name = "old"
     while name in names:
         name += "_"
@@ -76,7 +86,7 @@ def old_folder(folder: Path, names: Sequence[str]) -> Path:
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """Yield a folder among the system's temporary ones, which is removed at the end.
 
-    Folders of the same prefix that killed processes of the same user have left are removed, too.
+    Folders with this prefix that killed processes of the same user have left are removed, too.
     """
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*")):
         is_ours = os.access(path / _OWNER, os.W_OK) and not path.is_symlink()
@@ -102,30 +112,32 @@ def is_unfinished(path: Path, file: Path) -> bool:
     names = _entries(path)
     if _OWNER in names:
         return file.name in _names_of(path, file)
-    # A process that was killed at once has left nothing in it.
+    # A process that was killed before it wrote the list of names leaves an empty folder.
     return not names or bool({file.name, "old"}.intersection(names))
 
 
 def put_back(file: Path, *, removes: bool = False) -> None:
-    """Put back what killed processes had moved aside to write `file`.
+    """Put back the old `file` if it is missing because a process that replaced it was killed.
 
-    The user is told so, and what else they have left behind. A folder in which a process still
-    writes is not touched. Nothing that is there is replaced.
+    The old files are moved from the process's folder to their places. No file is overwritten: if
+    one stands in such a place, nothing is moved, and the user is told which one. A folder in which
+    a living process writes is not touched.
 
     Args:
-        file: The file or directory.
-        removes: Whether the rest is removed. By default the user is told the command that does so.
+        file: The file or directory that was being written.
+        removes: Whether the folders of killed processes, with the new files in them, are then
+            removed. If not, the user is told where they are, and the command that removes them.
     """
     for folder in _abandoned(file):
         if not os.path.lexists(file) and _entries(_old(folder, file)):
             problem = _restored(file, folder)
             if problem is not None:
-                _tell(f"{_missing(file)}. It was not put back: {problem}. {_way(file, folder)}")
+                _tell(f"{_missing(file)}. It was not put back: {problem}. {_remedy(file, folder)}")
                 continue
             _tell(f"{file} was put back: a run that replaced it was killed")
 
         names = _entries(folder)
-        # A folder that does not say who made it may be somebody's.
+        # A folder without the list of names may belong to somebody else, unless it is empty.
         is_ours = _OWNER in names or not names
         if removes and is_ours:
             remove(folder)
@@ -136,7 +148,7 @@ def put_back(file: Path, *, removes: bool = False) -> None:
 
 
 def check_not_moved_aside(file: Path) -> None:
-    """Check that `file` is not missing because a process that replaced it was killed.
+    """Check that `file` does not wait in `old/` because a process that replaced it was killed.
 
     Raises:
         SourceError: It is. The error has the command that puts it back.
@@ -145,7 +157,7 @@ def check_not_moved_aside(file: Path) -> None:
         return
     for folder in _abandoned(file):
         if os.path.lexists(_old(folder, file) / file.name):
-            raise SourceError(_missing(file), remedy=_way(file, folder))
+            raise SourceError(_missing(file), remedy=_remedy(file, folder))
 
 
 def _abandoned(file: Path) -> list[Path]:
@@ -169,7 +181,7 @@ def _is_claimed(folder: Path) -> bool:
     except OSError:
         return False
 
-    # Who gets the lock knows that the process which had it is dead.
+    # If this process gets the lock, the one that had it is dead.
     try:
         fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -184,21 +196,22 @@ def _restored(file: Path, folder: Path) -> str | None:
     names = _names_of(folder, file)
     old = _old(folder, file)
     moved_away = _entries(old)
-    # New files that have come to their places already. They go back to the folder.
-    came = [
+    # The killed process had moved these new files to their places. They go back to the folder.
+    moved_in = [
         name
         for name in names
         if os.path.lexists(file.with_name(name)) and not os.path.lexists(folder / name)
     ]
+    # A file in any other of the places is not the killed process's, and must not be overwritten.
     taken = [name for name in moved_away if os.path.lexists(file.with_name(name))]
-    strangers = sorted(set(taken).difference(came))
+    strangers = sorted(set(taken).difference(moved_in))
     if strangers:
         return f"{file.with_name(strangers[0])} is there"
 
     try:
-        for name in came:
+        for name in moved_in:
             os.replace(file.with_name(name), folder / name)
-        # `file` is the last, so that it never stands beside parts of another.
+        # `file` is the last, so that it never stands beside files of another version.
         for name in sorted(moved_away, key=lambda name: name == file.name):
             os.replace(old / name, file.with_name(name))
     except OSError as error:
@@ -214,7 +227,7 @@ def _names_of(folder: Path, file: Path) -> list[str]:
         return [file.name]
     if not isinstance(names, list):
         return []
-    # Others may write to this disk: no name leads to another folder.
+    # Other users may write to this disk, so a name that leads to another folder is dropped.
     texts = [name for name in names if isinstance(name, str)]
     return [name for name in texts if name not in ("", ".", "..") and Path(name).name == name]
 
@@ -227,7 +240,7 @@ def _missing(file: Path) -> str:
     return f"{file} is missing, as a run that replaced it was killed"
 
 
-def _way(file: Path, folder: Path) -> str:
+def _remedy(file: Path, folder: Path) -> str:
     old = shlex.quote(str(_old(folder, file)))
     return f"To put it back: mv -n {old}/* {shlex.quote(str(file.parent))}/"
 

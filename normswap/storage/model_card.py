@@ -13,7 +13,7 @@ from normswap.provenance import Provenance
 from normswap.surgery.report import Report
 
 _CARD = Path(__file__).with_suffix(".md")
-# What Markdown, or the HTML in it, would not show as it is. An underscore within a word is one.
+# Characters that Markdown, or HTML in it, would not show. It shows an underscore within a word.
 _MARKS = re.compile(r"[\\`*\[\]<|&~$]|\b_|_\b")
 
 
@@ -22,8 +22,8 @@ def render(
 ) -> str:
     """Return the card in Markdown: what this network is, what was done and measured, how it loads.
 
-    Names and figures may come from the record in somebody's file. They stand as they are, in one
-    line, whatever they hold.
+    Names and figures may come from somebody else's file. Whatever they hold, Markdown shows them
+    literally, in one line.
 
     Args:
         record: Where the network is from, and its plan.
@@ -106,6 +106,7 @@ def _code_span(text: str) -> str:
 
 
 def _results(task: str, report: Report) -> list[EvalResult]:
+    """Return the measurements of a conversion as the hub's evaluation results."""
     kept = report.kept
     inputs = printable(report.inputs)
     results = [EvalResult(task, "noise", inputs, "relative_l2", report.worst.relative_l2)]
@@ -117,6 +118,7 @@ def _results(task: str, report: Report) -> list[EvalResult]:
 
 
 def _described(step: Step) -> str:
+    """Return the name of a step's scheme, with the options that differ from the defaults."""
     options = ", ".join(
         f"{key} = {value}" for key, value in schemes.changed(step.scheme, step.options).items()
     )
@@ -126,6 +128,7 @@ def _described(step: Step) -> str:
 
 
 def _measured(report: Report) -> str:
+    """Return the card's paragraph about the measurements, in Markdown."""
     claim = "changes the function of its source"
     if report.exact:
         claim = "keeps the function of its source"
@@ -139,7 +142,7 @@ def _measured(report: Report) -> str:
         agreement = "" if error.agreement is None else f"{error.agreement:.1%}"
         precision = _plain(error.precision)
         row = f"| {precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
-        # On noise an approximate result's argmax says nothing.
+        # On noise the argmax of an approximate result means nothing, and is left out.
         lines.append(row + f" {agreement} |" * report.exact)
 
     if report.kept:

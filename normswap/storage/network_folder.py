@@ -19,8 +19,8 @@ WEIGHTS, CONFIG, NORMS, CARD = FILES = (
 def check_writable(place: Path, *, force: bool) -> None:
     """Check, before any work, that a network may be written to the directory `place`.
 
-    With `force` the files of the network that lies there are replaced, and nothing else: whatever
-    lies beside them stays.
+    With `force` only the files of a network that is there are replaced. Whatever lies beside them
+    stays.
 
     Raises:
         OutputError: It exists (without `force`), or is the directory of something else, or lies in
@@ -70,7 +70,8 @@ def put_back(place: Path, *, removes: bool = False) -> None:
 
     Args:
         place: The directory.
-        removes: Whether the rest is removed, as in `left_behind.put_back`.
+        removes: Whether the folders of killed processes are then removed, as in
+            `left_behind.put_back`.
     """
     left_behind.put_back(place, removes=removes)
     if place.is_dir():

@@ -1,9 +1,11 @@
-"""A directory on the Hugging Face hub, there and back, by huggingface_hub's own upload and cache.
+"""Publish a network's directory on the Hugging Face hub, by huggingface_hub's own upload.
 
-What timm alone can build and load is published so that `timm.create_model("hf-hub:owner/name",
-pretrained=True)` does; anything else loads with normswap. Only the files that `checkpoint.save`
-writes leave this machine, in one commit: the two files of tensors as they were checked, config.json
-and the card written anew from the record in the weights. A link is refused.
+A network that timm can build without normswap is published so that
+`timm.create_model("hf-hub:owner/name", pretrained=True)` loads it. normswap loads any other.
+
+Only the files that `checkpoint.save` writes leave this machine, in one commit. The two files of
+tensors are sent as they were checked. config.json and the card are written anew from the record in
+the weights. A directory with a link among these files is refused.
 """
 
 import json
@@ -37,7 +39,7 @@ from normswap.surgery import comparison
 
 # What timm's `norm_layer` calls the norms that a conversion may end in.
 _NORM_LAYERS = ("groupnorm", "groupnorm1")
-# Code that puts a folded network into timm's class.
+# A template of code that loads a folded network into timm's own class.
 _FOLDED = Path(__file__).with_name("folded_by_timm.txt")
 
 
@@ -76,8 +78,8 @@ def push(
         repo: The repository, as owner/name.
         license: The license of the weights by the hub's name (apache-2.0, mit, other). The default
             is the source's.
-        private: Whether nobody else may see the repository. One that is there and public is
-            refused.
+        private: Whether nobody else may see the repository. If it is there already and public, it
+            is refused.
         message: The message of the commit.
         trust_factory: Whether the user's factory that builds the network may be imported, which
             runs its code.
@@ -117,7 +119,7 @@ def push(
         CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
         CARD: card.encode(),
     }
-    # `save` notes the hash of what it writes, and `load` has compared it.
+    # `load` has compared the norms with the hash that `save` noted.
     if NORMS in files.contents and NORMS in header.hashes:
         contents[NORMS] = files.contents[NORMS]
     commit_message = message or f"{folder.resolve().name}, converted by normswap"
@@ -126,10 +128,10 @@ def push(
 
 
 class _FilesOfSave:
-    """The files of a directory that `save` writes, each a regular file, opened without a link.
+    """The files of a directory that `save` writes. Each must be a regular file, not a link.
 
-    The contents are read before the network is loaded. `check_unchanged` compares the directory
-    with them afterwards, so that what was checked is what is sent.
+    Their contents are read before the network is loaded. `check_unchanged` tells afterwards whether
+    the files are still the same, so that what was checked is what is sent.
 
     Raises:
         SourceError: There is no such directory, or a file is a link, a pipe or a directory.
@@ -157,7 +159,7 @@ class _FilesOfSave:
                 )
 
     def _identity(self, name: str) -> tuple[int, ...] | None:
-        """Return the numbers of a file that change with it, or None where it is not there."""
+        """Return numbers that differ once a file is changed or replaced; None if it is missing."""
         file = self.folder / name
         try:
             status = file.lstat()
@@ -183,6 +185,7 @@ class _FilesOfSave:
             ) from None
 
     def _check_regular(self, file: Path, status: os.stat_result) -> None:
+        """Refuse a link, a pipe or a directory in the place of a file."""
         if stat.S_ISREG(status.st_mode):
             return
         why = "it is no regular file"
@@ -193,7 +196,7 @@ class _FilesOfSave:
 
 
 def _identity_of(status: os.stat_result) -> tuple[int, ...]:
-    # The time of the last change of the entry cannot be set back, as that of the contents can.
+    # Anybody can set st_mtime back after a change, but not st_ctime.
     return (
         status.st_dev,
         status.st_ino,
@@ -214,14 +217,14 @@ def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: 
                 _check_not_public(api, repo)
             api.create_repo(repo, private=private, exist_ok=True)
             commit = api.create_commit(repo, operations, commit_message=message)
-    # What we have said ourselves is said already.
+    # Our own errors are sentences for the user already.
     except NormswapError:
         raise
     except client.errors.HFValidationError as error:
         raise OutputError(
             f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name"
         ) from None
-    # The client raises its own errors, its HTTP library's and the system's, by version.
+    # The client raises its own errors, or its HTTP library's, or the system's.
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         why = f"{hub.endpoint()} answers {status}"
@@ -247,7 +250,7 @@ def _check_not_public(api: client.HfApi, repo: str) -> None:
 
 def _license_of_source(record: provenance.Provenance, folder: Path) -> str:
     """Return the license of the source's weights; OptionError where nobody knows it."""
-    # Random weights are nobody's.
+    # The license on record is that of trained weights, not of random ones.
     stated = record.pretrained_cfg.get("license") if record.sha256 else None
     license = stated or _license_on_card(model_card.base_model(record))
     if isinstance(license, str):
@@ -260,9 +263,10 @@ def _license_of_source(record: provenance.Provenance, folder: Path) -> str:
 
 
 def _license_on_card(repo: str | None) -> str | None:
+    """Return the license that the card of a repository on the hub states, or None."""
     if repo is None:
         return None
-    # Whatever is wrong with the source's card or the way to it, the license is just not known.
+    # If the card cannot be fetched or read, for whatever reason, the license is not known.
     with suppress(Exception):
         card = client.ModelCard.load(hub.fetch(repo, (CARD,)))
         license: object = card.data.license
@@ -285,7 +289,7 @@ def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, obj
             other.load_state_dict(model.state_dict())
             if comparison.verify(model, other).passed:
                 return kwargs
-        # It has no such option, or other tensors, or does not run.
+        # The architecture has no such option, or has other tensors, or does not run.
         except (NormswapError, RuntimeError):
             continue
     return None
@@ -301,7 +305,7 @@ def _code_by_timm(model: nn.Module, arch: Arch | None, folder: Path, repo: str) 
     template = _FOLDED.read_text(encoding="utf-8")
     code = partial(template.format, name=arch.name, kwargs=dict(arch.kwargs))
     names: dict[str, Any] = {}
-    # timm's constructors raise whatever they like; then the network is no folded one of theirs.
+    # timm's constructors may raise anything. If one does, this is no folded network of timm's.
     with suppress(Exception):
         exec(code(file=repr(str(folder / WEIGHTS))), names)
         if comparison.verify(model, names["model"]).passed:
