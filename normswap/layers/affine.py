@@ -49,7 +49,7 @@ def is_affine_norm(module: nn.Module) -> bool:
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether `register_norm` was told the s and t of a module; it need not be a BatchNorm."""
+    """Whether `register_norm` was told how to read s and t of a module, of whatever class."""
     return _registered_map(module) is not None
 
 
@@ -70,21 +70,24 @@ def holds_statistics(module: nn.Module) -> bool:
 
 
 def _own_affine(module: nn.Module) -> OwnLayer | None:
+    """Return the module itself if it is an own layer that is affine, or None."""
     if isinstance(module, OwnLayer) and module.AFFINE:
         return module
     return None
 
 
 def _registered_map(module: nn.Module) -> ReadPair | None:
+    """Return the function, given to `register_norm`, that reads s and t of a module, or None."""
     return getattr(known_norms.kind_of(module), "affine", None)
 
 
 def _registered_moments(module: nn.Module) -> ReadPair | None:
+    """Return the function, given to `register_norm`, that reads a norm's statistics, or None."""
     return getattr(known_norms.kind_of(module), "moments", None)
 
 
 def channels(module: nn.Module) -> int:
-    """Return the number of channels of a norm, or 0 where it is not known."""
+    """Return the number of channels of a norm, or 0 if the norm does not state it."""
     for name in ("num_features", "num_channels"):
         count = getattr(module, name, None)
         if isinstance(count, int):
@@ -128,9 +131,10 @@ def _has_unknown_forward(norm: nn.Module) -> bool:
 
 
 def has_average(module: nn.Module) -> bool:
-    """Whether a BatchNorm can do on average what this norm does with its per-sample statistics.
+    """Whether a BatchNorm can take the place of this norm and equal it for an average sample.
 
-    The norm takes its statistics per sample or position, over channels in dimension 1.
+    This holds for a norm with channels in dimension 1 that takes its statistics from each sample or
+    position. Its forward must be believed, and it may have no hooks and no running statistics.
     """
     kind = known_norms.kind_of(module)
     if kind is None or kind.dim != 1 or kind.single:
@@ -150,8 +154,8 @@ def read_map(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
 
     Args:
         module: A module for which `refusal`, or `channel_norm.refusal`, returns None.
-        unit_gamma: Whether a BatchNorm is read as if gamma were 1 and beta 0, so that s and t are
-            those of the plain standardization (x - mean) / sqrt(var + eps).
+        unit_gamma: Whether a BatchNorm is read as if gamma were 1 and beta 0. Then s and t compute
+            the plain standardization (x - mean) / sqrt(var + eps).
     """
     own_layer = _own_affine(module)
     if own_layer is not None:
@@ -203,7 +207,7 @@ def statistics(norm: nn.Module) -> Pair:
 def epsilon(norm: nn.Module) -> float:
     """Return the epsilon of a BatchNorm for which `refusal` is None.
 
-    A foreign class may state its epsilon only inside its forward; then it is measured.
+    A foreign class may state its epsilon only inside its forward, so its epsilon is measured.
     """
     if not known_norms.is_believed(norm):
         measured = known_norms.measured_eps(norm)
@@ -220,6 +224,7 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     """
     scale, shift = read_map(module)
 
+    # t / s must stay below the limit of `dtype`, with a margin of 1024.
     limit = torch.finfo(dtype).max / 1024
     is_tiny = scale.abs() < torch.finfo(dtype).tiny * 1024
     overflows = shift.abs() > scale.abs() * limit
@@ -233,7 +238,7 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 def activation(module: nn.Module) -> nn.Module | None:
     """Return the activation that a fused norm+act module applies after its affine map, or None.
 
-    A dropout before the activation becomes part of it.
+    If the module has a dropout before the activation, both are returned in one Sequential.
     """
     if isinstance(module, OwnLayer):
         return getattr(module, "act", None)
@@ -260,7 +265,8 @@ def copied_activation(module: nn.Module) -> nn.Module | None:
 def moments(module: nn.Module) -> Pair:
     """Return mean and deviation per channel, (C,) float64, of the output of a norm.
 
-    With the training statistics they are beta and |gamma| (Ioffe & Szegedy, section 3).
+    If the input has the running statistics, the output has mean beta and deviation |gamma|
+    (Ioffe & Szegedy, section 3).
 
     Args:
         module: A norm for which `has_moments` is true.
@@ -289,10 +295,11 @@ def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | No
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the tensors and settings of an affine norm, by name, for the record.
+    """Return what provenance records of an affine norm: tensors and settings, copied, by name.
 
-    They are its parameters and buffers, eps and momentum (None becomes NaN), and the statistics of
-    a registered class. A module that is no affine norm has none.
+    The record has the norm's parameters and buffers, its eps and its momentum (None becomes NaN).
+    For a registered class it has the statistics of input and output as well. The record of any
+    other module is empty.
     """
     if not is_affine_norm(module):
         return {}
@@ -324,6 +331,11 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 def set_shift(norm: nn.Module, shift: Tensor, where: slice = slice(None)) -> None:
     """Set beta of a norm, in place, so that its t is `shift` in the channels `where`.
 
+    Args:
+        norm: The norm.
+        shift: The new t of these channels.
+        where: The channels that are set.
+
     Raises:
         RefusedError: The norm has no beta.
     """
@@ -337,7 +349,12 @@ def set_shift(norm: nn.Module, shift: Tensor, where: slice = slice(None)) -> Non
 
 
 def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
-    """Set gamma and beta of a norm, in place, so that its s and t are `scale` and `shift`, (C,).
+    """Set gamma and beta of a norm, in place, so that it computes scale * x + shift.
+
+    Args:
+        norm: The norm.
+        scale: The new s (C,).
+        shift: The new t (C,).
 
     Raises:
         RefusedError: The norm has no gamma or no beta.
@@ -355,7 +372,15 @@ def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
 
 
 def _check_set(norm: nn.Module, name: str, actual: Tensor, expected: Tensor) -> None:
-    """Raise RefusedError where gamma or beta of a registered class did not set its map."""
+    """Raise RefusedError if setting gamma or beta of a registered class did not set its s or t.
+
+    Args:
+        norm: The norm whose parameter was set.
+        name: The name of the parameter: gamma or beta.
+        actual: The s or t that is read from the norm now.
+        expected: The s or t that the parameter should give.
+    """
+    # Other norms compute s and t from gamma and beta by the BatchNorm's formula.
     if _registered_map(norm) is None:
         return
     if not torch.allclose(actual, expected.to(actual), rtol=1e-4, atol=1e-5):

@@ -2,11 +2,12 @@
 
 LayerNorm is y = gamma (x - mean) / sqrt(var + eps) + beta (Ba et al. 2016, arXiv:1607.06450).
 RMSNorm leaves mean and beta out: y = gamma x / sqrt(mean(x^2) + eps) (Zhang & Sennrich 2019,
-arXiv:1910.07467). For x of mean zero both are equal.
+arXiv:1910.07467). For x of mean zero both are equal, except for beta.
 
-LayerScale is y = gamma x (Touvron et al. 2021, arXiv:2103.17239, section 2). timm's is known by its
-forward. That of another library, such as transformers' DINOv2, is a module without children whose
-only tensor has one number per channel, if it is measured to multiply by that tensor.
+LayerScale is y = gamma x (Touvron et al. 2021, arXiv:2103.17239, section 2). timm's LayerScale is
+recognized by its forward. Another library's LayerScale, such as transformers' in DINOv2, is
+recognized by measurement: a module without children, whose only tensor has one number per channel,
+must multiply its input by that tensor.
 """
 
 import copy
@@ -62,7 +63,8 @@ _MEASURED: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 def channel_dim(module: nn.Module) -> int | None:
     """Return the dimension along which a LayerNorm or RMSNorm normalizes: -1 or 1.
 
-    None stands for any other module, and for a norm over more than the channels.
+    None stands for any other module. It also stands for a norm over more than the channels, a norm
+    that always computes in float32, and a norm that applies an activation.
     """
     kind = kind_of(module)
     if kind is None or kind.statistics is not Statistics.POSITION or kind.single:
@@ -85,6 +87,7 @@ def channel_dim(module: nn.Module) -> int | None:
 
 
 def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """Return what torch's LayerNorm computes for x (..., C) with the tensors of `norm`."""
     return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
@@ -92,8 +95,8 @@ def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
 def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> int | None:
     """Return the dimension, -1 or 1, along which a module is measured to compute `expected`.
 
-    The module is copied to float64 and gets random parameters. None says that it computes something
-    else along either dimension. Each module is measured once.
+    A float64 copy of the module, with random parameters, runs on an input for each dimension. None
+    says that the copy computes something else along both. Each module is measured once.
 
     Args:
         module: The module to measure.
@@ -123,7 +126,8 @@ def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> 
 def probe(channels: int, dim: int) -> Tensor:
     """Return 4-D float64 noise with the channels in dimension 1 or -1.
 
-    No other dimension has that size, so a layer that reads along the wrong one is found out.
+    No other dimension has the size of the channels, so a layer that normalizes another dimension
+    gives another output, or fails.
     """
     rows, columns = [size for size in (3, 5, 7) if size != channels][:2]
     generator = torch.Generator().manual_seed(0)
@@ -152,6 +156,7 @@ def scaled_dim(module: nn.Module) -> int | None:
 
 
 def _layer_scale(module: nn.Module, x: Tensor) -> Tensor:
+    """Return x (..., C) multiplied by the only parameter of a module."""
     return x * layer_scale_gamma(module)
 
 
@@ -204,6 +209,7 @@ class BareNorm(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.LayerNorm | nn.RMSNorm, *, like: Tensor) -> nn.Module:
+        # deepcopy takes None for each of these parameters from its memo.
         without_parameters = {id(parameter): None for parameter in old.parameters()}
         new = copy.deepcopy(old, without_parameters)
         new.elementwise_affine = False
@@ -248,9 +254,9 @@ class RMSNorm(PlannedLayer):
 
 
 class Centred(PlannedLayer):
-    """A parameter less its mean over the channels, such as a position embedding.
+    """A parameter, such as a position embedding, minus its mean over the channels.
 
-    It is added to a residual stream whose channels have mean zero.
+    The network adds the parameter to a residual stream whose channels have mean zero.
     """
 
     TENSORS = True
@@ -268,7 +274,10 @@ class Centred(PlannedLayer):
 
 
 class Ones(PlannedLayer):
-    """Ones in place of a parameter that scales a linear layer's output and that it has absorbed."""
+    """Ones in place of a parameter that scaled the output of a linear layer.
+
+    The linear layer has absorbed the parameter.
+    """
 
     TENSORS = True
 

@@ -42,9 +42,9 @@ class ChannelAffine(PlannedLayer, OwnLayer):
         Args:
             old: The norm, or the module that took its place.
             like: An empty tensor with the dtype and device of the new tensors.
-            mean: The recorded mean (C,) of a norm that stood here and is gone. It gives the number
-                of channels.
-            recorded: What else was recorded of that norm. It is not used.
+            mean: The recorded mean (C,) of a norm that stood here and is gone. Only its length is
+                read, as the number of channels.
+            recorded: Further records of that norm, which are not used.
         """
         act = affine.copied_activation(old)
         has_map = isinstance(old, OwnLayer) and old.PER_CHANNEL

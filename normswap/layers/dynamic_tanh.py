@@ -7,8 +7,8 @@ before the layer absorbs mean and deviation:
     gamma' = gamma E[u tanh(alpha u)] / E[tanh(alpha u)^2].
 
 This gamma' is the least-squares fit to the BatchNorm's output for x^ and u of N(0, 1). A channel
-with long tails may be scaled by a factor f < 1: then f x^ takes the place of x^, and f alpha the
-place of alpha in gamma'.
+with long tails may be scaled by a factor f < 1. Then the layer reads f x^ in place of x^, and
+gamma' is computed with f alpha in place of alpha.
 """
 
 import functools
@@ -56,7 +56,7 @@ class DynamicTanh(PlannedLayer, OwnLayer):
             like: An empty tensor with the dtype and device of the new tensors.
             alpha: The factor inside the tanh.
             lead: Whether a `ChannelAffine` in front of the layer standardizes its input. Otherwise
-                the convolution before it does (`Whitened`).
+                the convolution in front of the layer is changed to do so (`Whitened`).
         """
         scale, offset, gamma, beta = _standardization(old)
         gamma = gain(alpha) * gamma

@@ -1,4 +1,4 @@
-"""Folding: a linear layer absorbs the affine maps of its neighbours; and the inverse."""
+"""Folding: a linear layer absorbs the affine maps of its neighbours. `Folded.invert` undoes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FoldFactors(TypedDict, total=False):
 
 
 class FoldOptions(FoldFactors, total=False):
-    """The options of `folded`, which every layer that folds hands on."""
+    """All options of `folded`. Every planned layer that folds passes them on to `folded`."""
 
     takes: Sequence[Absorption]
 
@@ -52,8 +52,8 @@ def folded(
         reads: The modules that are absorbed.
         like: An empty tensor of the model's dtype; if that is float64, so is the copy.
         takes: How each of `reads` is absorbed (`plan.AbsorbMode`).
-        gain: A factor of the output.
-        in_gain: A factor of the input.
+        gain: The number by which the output is multiplied.
+        in_gain: The number by which the input is multiplied.
         bake: Whether a weight that is computed at each step is first made a plain one
             (`reparametrized`).
         centred: Whether the mean over the output channels is subtracted at the end:
@@ -81,7 +81,8 @@ def folded(
         weight -= weight.mean((0, 1), keepdim=True)
         bias = bias - bias.mean()
 
-    # A gate's first linear map is only rescaled, so it gets no new bias.
+    # Without neighbours the bias stays 0, so a layer without a bias gets none. The first linear
+    # layer of a gate, which is only rescaled, is an example.
     if not reads and gain == 1 and old.bias is None:
         return _with_tensors(old, restore(weight), None, dtype)
     return _with_tensors(old, restore(weight), bias * gain, dtype)
@@ -132,6 +133,7 @@ class Folded(PlannedLayer):
         factor = folded(ones, reads, like=old.weight, **fold_options).weight
 
         # A weight whose factor is 0 says nothing about the source: it keeps its original value.
+        # Ones stand in for the factors of 0, so that nothing is divided by 0.
         dead = factor == 0
         weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
         old.weight.copy_(torch.where(dead, original.double(), weight))
@@ -186,7 +188,7 @@ def _absorb(
 def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Return the weight by group, and a function that brings it back to its own layout.
 
-    By group it is (groups, O / groups, I / groups, *kernel), whatever the class of the layer is.
+    The weight by group is (groups, O / groups, I / groups, *kernel) for every class of layer.
     """
     groups = getattr(old, "groups", 1)
     grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
@@ -200,7 +202,10 @@ def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor]
 def _with_tensors(
     old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Linearity:
-    """Return a copy of a layer with these tensors, which learn if the old ones did."""
+    """Return a copy of a layer with this weight and bias.
+
+    Each new tensor learns if the old one did. A bias that is new learns if the old weight did.
+    """
     learns = old.weight.requires_grad
 
     # The new weight keeps the memory format of the old one, such as channels_last.

@@ -4,10 +4,10 @@
 A subclass counts as its nearest class in the table. It is believed if its `forward` is that
 class's.
 
-Many libraries write their own frozen BatchNorm (torchvision, detectron2, DETR), or a forward that
-only casts. A module without children that owns weight, bias, running_mean and running_var, each of
-one number per channel, is believed to be a BatchNorm if in eval mode, in float64, it computes
-y = weight (x - mean) / sqrt(var + eps) + bias with its own eps or a usual one.
+Many libraries write their own frozen BatchNorm (torchvision, detectron2, DETR), or a BatchNorm
+whose forward only adds casts. A module without children that owns weight, bias, running_mean and
+running_var, each of one number per channel, is believed to be a BatchNorm if in eval mode, in
+float64, it computes y = weight (x - mean) / sqrt(var + eps) + bias with its own eps or a usual one.
 """
 
 import copy
@@ -82,8 +82,8 @@ _BATCH = NormKind(Statistics.POPULATION)
 _BATCH_ACT = NormKind(Statistics.POPULATION, activation=True)
 _SAMPLE = NormKind(Statistics.SAMPLE)
 _SAMPLE_ACT = NormKind(Statistics.SAMPLE, activation=True)
-# Makes the record of a LayerNorm over the channels in a dimension, or (`centres=False`) of an
-# RMSNorm.
+# Makes the record of a LayerNorm whose channels are in the given dimension, or, with
+# `centres=False`, of an RMSNorm.
 at_each_position = partial(NormKind, Statistics.POSITION)
 KINDS: dict[type[nn.Module], NormKind] = {
     _BatchNorm: _BATCH,
@@ -134,7 +134,7 @@ def register_norm(
     statistics: ReadPair | None = None,
     per_sample: bool = False,
 ) -> NormClass:
-    """Vouch for a norm class of your own. Returns the class, so that this can decorate it.
+    """Vouch for a norm class of your own. The function can decorate the class.
 
     Without an option, `kind` is a subclass of BatchNorm whose forward computes, in eval mode, what
     BatchNorm computes.
@@ -144,13 +144,17 @@ def register_norm(
         affine: A function of a module of this class that returns s and t, each (C,), of
             y = s * x + t per channel, which the module computes in eval mode.
         statistics: A function of a module of this class that returns mean and variance per channel,
-            each (C,), of its input during training. With them another norm can take its place. A
-            subclass of BatchNorm needs no such function.
+            each (C,), of the module's input during training. With these statistics another norm
+            can take the module's place. A subclass of BatchNorm needs no such function.
         per_sample: Whether the class normalizes each sample by its own statistics, over channels in
             dimension 1.
 
+    Returns:
+        The class itself, unchanged.
+
     Raises:
-        OptionError: Two options exclude each other, or a class that is no BatchNorm has no option.
+        OptionError: `kind` is no class of modules, two options exclude each other, or `kind` is no
+            BatchNorm and no option says how to read it.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise OptionError(f"a class of norms is wanted, not {kind!r:.80}")
@@ -184,7 +188,10 @@ def kind_of(module: nn.Module) -> NormKind | None:
 
 
 def is_believed(module: nn.Module) -> bool:
-    """Whether a norm computes what its record says: its forward is one that a person has read."""
+    """Whether a norm is known to compute what its record says, so that nothing is measured.
+
+    Its forward is that of a class in the table, or its class is normswap's own or registered.
+    """
     if "forward" in vars(module):
         return False
     nearest = _nearest_class(type(module))
@@ -193,6 +200,7 @@ def is_believed(module: nn.Module) -> bool:
 
 
 def _registered(module: nn.Module) -> NormKind | None:
+    """Return the record that `register_norm` made for the module's class, or None."""
     plugins.load("normswap.norms")
     if "forward" in vars(module):
         return None
@@ -200,6 +208,7 @@ def _registered(module: nn.Module) -> NormKind | None:
 
 
 def _nearest_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the first class among a class and its bases that is in `KINDS`, or None."""
     classes: Sequence[type] = kind.__mro__
     return next((base for base in classes if base in KINDS), None)
 
@@ -218,9 +227,10 @@ def has_the_tensors(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def measured_eps(module: nn.Module) -> float | None:
-    """Return the eps with which a module computes what BatchNorm does with its four tensors.
+    """Return the eps with which a module equals the BatchNorm that has its four tensors.
 
-    It is the module's own eps or a usual one. None says that the module computes anything else.
+    The module's own eps and the usual ones are tried. None says that the module equals no such
+    BatchNorm.
     """
     if not has_the_tensors(module):
         return None
@@ -232,6 +242,7 @@ def measured_eps(module: nn.Module) -> float | None:
 
     channels = cast(Tensor, norm.weight).numel()
     generator = torch.Generator().manual_seed(0)
+    # The first size that the norm accepts decides.
     for sizes in _PROBE_SIZES:
         x = torch.randn(2, channels, *sizes, generator=generator, dtype=torch.float64)
         # A norm may refuse inputs with another number of dimensions than its own.
@@ -255,7 +266,7 @@ def _eps_candidates(module: nn.Module) -> list[float]:
 
 
 def _is_batchnorm_output(norm: nn.Module, x: Tensor, y: object, eps: float) -> bool:
-    """Whether y is what a BatchNorm with the tensors of `norm` computes of x (N, C, ...)."""
+    """Whether y equals the output for x (N, C, ...) of a BatchNorm with the tensors of `norm`."""
     tensors: dict[str, Tensor] = {name: getattr(norm, name) for name in _TENSORS}
     scale = tensors["weight"] * torch.rsqrt(tensors["running_var"] + eps)
     shift = tensors["bias"] - tensors["running_mean"] * scale

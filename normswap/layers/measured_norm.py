@@ -43,8 +43,8 @@ def undo_after_conv(source: _ConvNd, conv: _ConvNd, norm: SiteNorm) -> None:
 
     Args:
         source: The convolution of the source network.
-        conv: Its copy, which may have lost its bias; then beta takes it up.
-        norm: The norm, whose statistics are kept.
+        conv: The copy of `source`. If the copy has lost its bias, beta takes the bias up.
+        norm: The norm behind `conv`. Its statistics are kept.
     """
     shift = torch.zeros_like(norm.bias)
     if source.bias is not None and conv.bias is None:

@@ -48,8 +48,9 @@ class Merged(PlannedLayer):
             reads: The other terms of the sum, and the affine maps behind it.
             like: An empty tensor of the model's dtype; if that is float64, so is the result.
             takes: `SUM` or `AFTER` for each of `reads`.
-            skips: How often the input x itself is a term of the sum that a scale s follows. One tap
-                adds (s - 1) x for each.
+            skips: The number k of skip connections: terms of the sum that are the input x itself.
+                The network goes on adding k x behind the convolution. If a map s x + t follows the
+                sum, the convolution therefore computes k (s - 1) x as well.
         """
         weight = old.weight.detach().to(torch.float64, copy=True)
         bias = doubled(old.bias, weight.new_zeros(len(weight)))
@@ -84,15 +85,16 @@ def _add_term(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
 
     Args:
         weight: The weight of `main`, in float64.
-        main: The convolution that absorbs the term; its kernel has a tap for each of the term's.
-        other: A convolution, or an affine map of the input.
+        main: The convolution that absorbs the term. Its kernel has a tap at every position that
+            the term reads.
+        other: The term: a convolution, or an affine map of the input.
     """
     if not isinstance(other, _ConvNd):
         scale, shift = _map_by_channel(other, weight)
         _add_scale(weight, main, scale)
         return shift
 
-    # For each dimension: the taps of `main` that read where the taps of `other` do.
+    # In each dimension, find the taps of `main` that read the same positions as those of `other`.
     shared_taps: list[list[int]] = []
     for main_side, other_side in zip(tap_offsets(main), tap_offsets(other), strict=True):
         shared_taps.append([main_side.index(offset) for offset in other_side])

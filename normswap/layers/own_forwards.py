@@ -3,7 +3,7 @@
 Libraries that follow TensorFlow write their own same padding: a subclass of `Conv2d` pads with
 zeros, by widths from its constructor or from the input's size, and calls `F.conv2d` on its own
 weight. It is a convolution if, in float64 with random weights, its weight, bias, stride, dilation
-and groups give its output for the padded input. The call itself shows the padding.
+and groups give its output for the padded input. The padding is read from the call of `F.conv2d`.
 """
 
 import copy
@@ -109,6 +109,7 @@ def is_own(layer: nn.Module) -> bool:
 
 def is_patched(layer: nn.Module) -> bool:
     """Whether the instance has a forward of its own, or its class overrides `_conv_forward`."""
+    # A linear layer has no `_conv_forward`: a function of torch stands in for it.
     helper = getattr(layer, "_conv_forward", nn.Linear.forward)
     return "forward" in vars(layer) or not helper.__module__.startswith("torch.nn.modules.")
 
@@ -121,7 +122,7 @@ def computes(layer: nn.Module) -> bool:
     if not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
         return False
 
-    # This runs the forward of foreign code, which may fail on a copy or on an input of this size.
+    # On a float64 copy with random weights, no other computation gives the same output by chance.
     try:
         twin = copy.deepcopy(layer).double().cpu().eval()
         generator = torch.Generator().manual_seed(0)
@@ -150,7 +151,7 @@ def _is_as_stated(
         scale: The factor of the input's values.
         generator: Where the random values come from.
     """
-    # A forward may change its own weight, so the values before it count.
+    # A forward may change its own weight, so the weight is copied before the layer runs.
     weight, bias = copy.deepcopy((layer.weight, layer.bias))
     if isinstance(layer, nn.Linear):
         x = scale * torch.randn(extra, layer.in_features, generator=generator, dtype=torch.float64)
@@ -162,6 +163,7 @@ def _is_as_stated(
     convolve = _CONV_FUNCTIONS[len(sides) - 1]
     expected = convolve(padded_x, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
 
+    # The layer may only pad x with zeros: the values inside the zeros must be x itself.
     inside = tuple(slice(first, last + 1) for first, last in _nonzero_range(padded_x))
     only_padded = torch.equal(padded_x[inside], x)
     return only_padded and is_near(layer.forward(x.clone()), expected)
@@ -182,7 +184,7 @@ def _has_zeros(widths: Sequence[Widths]) -> bool:
 def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
     """Return the `padding` with which torch pads as this convolution does.
 
-    None says that no such value exists: the padding is uneven, or depends on the input's size.
+    None says that torch has no value for it: the padding is uneven, or depends on the input's size.
     """
     if not is_own(layer):
         padding: tuple[int, ...] | str = layer.padding
@@ -214,6 +216,6 @@ def _input_sides(layer: _ConvNd, extra: int) -> list[int]:
 
 
 def _nonzero_range(values: Tensor) -> list[tuple[int, int]]:
-    """Return the first and last index of what is not zero, for each dimension."""
+    """Return the first and last index of a nonzero value, for each dimension."""
     by_dimension = values.nonzero().unbind(1)
     return [(int(index.min()), int(index.max())) for index in by_dimension]

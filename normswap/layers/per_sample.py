@@ -6,7 +6,8 @@ s_c = gamma_c / sqrt(var_c + eps):
     m = mean mu_c,                     v = mean(var_c + mu_c^2) - m^2,
     gamma'_c = s_c sqrt(v + eps),      beta'_c = beta_c + s_c (m - mu_c).
 
-An average sample has the population's statistics. For it the output is the BatchNorm's.
+An average sample has the population's statistics. For an average sample the GroupNorm's output is
+the BatchNorm's.
 """
 
 import copy
@@ -46,10 +47,10 @@ class GroupNorm(PlannedLayer):
             old: The BatchNorm.
             like: An empty tensor with the model's dtype and device.
             groups: The number of groups, a divisor of the number of channels.
-            eps: The epsilon of the GroupNorm. None means the BatchNorm's. With another one, all
-                groups are brought to one variance before the norm.
-            lead: Whether a `ChannelAffine` in front of the norm does that. Otherwise the
-                convolution before it does (`Rescaled`).
+            eps: The epsilon of the GroupNorm. None means the BatchNorm's. With a given epsilon, all
+                groups are brought to one variance before the norm (`leveling`).
+            lead: Whether a `ChannelAffine` in front of the norm brings the groups to one variance.
+                Otherwise the convolution in front of the norm does so (`Rescaled`).
         """
         mean, var = affine.statistics(old)
         scale, shift = affine.read_map(old)
@@ -100,9 +101,9 @@ class Rescaled(PlannedLayer):
 
 
 class Recentred(PlannedLayer):
-    """The BatchNorm behind a `Rescaled` convolution or a lead, with its statistics scaled likewise.
+    """The BatchNorm behind a `Rescaled` convolution or a lead, set to the rescaled input.
 
-    So convolution and norm together compute what they did.
+    The layer in front and the norm together compute what convolution and norm computed before.
     """
 
     @classmethod
@@ -155,9 +156,14 @@ def set_average_map(norm: nn.Module, affine_map: Pair, mean: Tensor, var: Tensor
 
 
 def follow_rescaling(norm: nn.Module, scale: Tensor, offset: Tensor) -> None:
-    """Set statistics and gamma of a BatchNorm, in place, to follow a rescaling of its input.
+    """Set statistics and gamma of a BatchNorm, in place, to undo a rescaling of its input.
 
-    Of scale * x + offset it then computes what it computed of x. Scale and offset are (C,).
+    The norm then returns for the input scale * x + offset what it returned for x.
+
+    Args:
+        norm: The BatchNorm.
+        scale: The factor of each channel of the input (C,).
+        offset: What is added to each channel of the input (C,).
     """
     layer: Any = norm
     old_mean, old_var = (value.clone() for value in affine.statistics(layer))
@@ -173,8 +179,8 @@ def follow_rescaling(norm: nn.Module, scale: Tensor, offset: Tensor) -> None:
 def leveling(norm: nn.Module, groups: int) -> tuple[Tensor, Tensor]:
     """Return the scale and offset of a norm's input that level its groups, each (C,) in float64.
 
-    With them each group has the mean variance of all channels, and each channel the mean 0. A group
-    of variance 0 is not scaled.
+    Scaled so, each group has the mean variance of all channels, and each channel has mean 0. A
+    group of variance 0 is not scaled.
     """
     mean, var = affine.statistics(norm)
     group_var = var.view(groups, -1).mean(1)
@@ -225,7 +231,7 @@ def rescaling_layer(
 
 
 def without_lead(norm: nn.Module) -> Any:
-    """Return the norm at a path without its lead, if it has one."""
+    """Return the norm behind its lead, or the module itself if it has no lead."""
     if isinstance(norm, Chain):
         return norm.then
     return norm
@@ -278,7 +284,12 @@ def normalizes(module: nn.Module | None) -> bool:
 
 
 def normalized(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the values (N, C, ...) that a layer with `normalizes` multiplies by gamma."""
+    """Return the values (N, C, ...) that a layer multiplies by gamma.
+
+    Args:
+        norm: A layer for which `normalizes` is true.
+        x: The layer's input (N, C, ...).
+    """
     if isinstance(norm, OwnLayer):
         return norm.normalized(x)
     group_norm = cast(nn.GroupNorm, norm)

@@ -29,7 +29,10 @@ class Vacant(PlannedLayer, OwnLayer):
 
 
 class Holder(OwnLayer):
-    """Holds the layer that was there and adds to it. The tensors of that layer become `inner.*`."""
+    """Base of layers that keep the layer that stood at their path, and add something to it.
+
+    The tensors of that layer are renamed to `inner.*`.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ class Holder(OwnLayer):
 
 
 class Chain(Holder):
-    """Runs the layer that was there, then one more: y = then(inner(x))."""
+    """Runs the layer that stood at the path, then a second one: y = then(inner(x))."""
 
     def __init__(self, inner: nn.Module, then: nn.Module) -> None:
         super().__init__(inner)
@@ -100,7 +103,10 @@ class Dropout(PlannedLayer):
 
 
 class Dropped(PlannedLayer, Holder):
-    """Dropout, then the linear layer that was there, for a classifier without dropout before it."""
+    """Dropout, then the classifier that stood at the path.
+
+    It takes the place of a classifier that had no dropout in front.
+    """
 
     NAMES = {"weight": "inner.weight", "bias": "inner.bias"}
 
@@ -119,7 +125,10 @@ class Dropped(PlannedLayer, Holder):
 
 
 class Number(PlannedLayer):
-    """A number, or a scalar parameter, that a module reads in its forward; None removes it."""
+    """An attribute that a module reads in its forward: a number or a scalar parameter.
+
+    With the value None the attribute is switched off.
+    """
 
     @classmethod
     def replacing(cls, old: object, *, like: Tensor, value: float | None) -> float | None:

@@ -1,7 +1,8 @@
 """The two base classes of this room: `PlannedLayer`, which a plan names, and `OwnLayer`, a module.
 
 A planned layer builds what stands at a path after the conversion. That may be a class of torch or
-timm, a parameter, or a module of normswap: an own layer. Most own layers are planned layers, too.
+timm, a parameter, or a module of normswap: an own layer. Most own layers are planned layers
+themselves.
 """
 
 import functools
@@ -15,7 +16,7 @@ from torch import Tensor, fx, nn
 from normswap.errors import PlanError
 
 Linearity: TypeAlias = nn.Linear | nn.modules.conv._ConvNd
-# What can be at a path: a dropout rate is a number, or None.
+# What can stand at a path. A dropout rate is a number, or None.
 Held: TypeAlias = nn.Module | nn.Parameter | float | None
 # The entry in ROLES of a parameter that inherits the role of the norm that stood there.
 GAMMA = "gamma"
@@ -24,8 +25,8 @@ GAMMA = "gamma"
 class PlannedLayer:
     """Base of the classes that the `layer` of an `Edit` names.
 
-    `replacing` never branches on the values of tensors. So one plan gives one structure, whatever
-    the weights are.
+    `replacing` never branches on the values of tensors, so one plan gives one structure for all
+    weights.
 
     Attributes:
         CASTS: Whether `replacing` returns float64 from any dtype when `like` is float64.
@@ -58,7 +59,7 @@ class PlannedLayer:
 
         Args:
             old: The module, parameter or number that is replaced.
-            reads: The modules that the edit names beside it. An argument `takes` says how each of
+            reads: The other modules that the edit names. An argument `takes` says how each of
                 them is absorbed.
             like: An empty tensor with the model's dtype and device, used where `old` has none.
         """

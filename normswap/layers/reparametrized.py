@@ -31,7 +31,9 @@ _STALE = ("scale", "eps", "gain_init", "same_pad", "parametrizations")
 
 
 class Gain(OwnLayer):
-    """One learnable scalar on a weight, which a spectral norm takes away.
+    """One learnable scalar that multiplies a weight behind a spectral norm.
+
+    A spectral norm brings the weight's largest singular value to 1, and the scalar brings it back.
 
     Source: Miyato et al. 2018, arXiv:1802.05957.
     """
@@ -58,7 +60,10 @@ class Standardized(OwnLayer):
 
 
 class StandardizedTensors(Protocol):
-    """The tensors and settings of a standardized convolution; `StdConv2d` has no gain and scale."""
+    """The tensors and settings of a standardized convolution.
+
+    timm's `StdConv2d` has no gain and no scale.
+    """
 
     weight: Tensor
     gain: Tensor
@@ -171,7 +176,10 @@ def _has_known_parametrization(module: nn.Module) -> bool:
 
 
 def keeps_input_bias(module: nn.Module) -> bool:
-    """Whether a layer has an input bias that no output bias can replace, as zeros pad its input."""
+    """Whether a layer has an input bias that no output bias can replace.
+
+    Zeros pad the input of such a layer, and the zeros do not get the bias.
+    """
     if not isinstance(module, InputBiased) or not module.in_bias.any():
         return False
     if isinstance(module, timm_layers.Conv2dSame):
@@ -244,7 +252,7 @@ def _computed_tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
 def effective(conv: nn.Module) -> Tensor:
     """Return the weight (O, I / groups, ...) that a standardized convolution computes with.
 
-    It is timm's formula, with the gain and the filters' means where the layer has them.
+    The formula is timm's. The gain and the filters' means are applied if the layer has them.
     """
     layer = cast(StandardizedTensors, conv)
     gain: Tensor | None = None

@@ -58,10 +58,12 @@ class Scale(PlannedLayer, OwnLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, bias: bool = False, fresh: bool = False
     ) -> nn.Module:
-        """Return the scalar, behind the activation of the norm that it replaces, if there is one.
+        """Return the scalar.
+
+        If it replaces a norm with an activation, the activation is kept in front of the scalar.
 
         Args:
-            old: The module that ends the branch. The bias of a `Scale` is kept.
+            old: The module that ends the branch. If it is a `Scale`, its bias is kept.
             like: An empty tensor with the dtype and device of the new tensors.
             alpha: The scalar's value.
             bias: Whether the scalar has a bias.
@@ -78,7 +80,7 @@ class Scale(PlannedLayer, OwnLayer):
 
 
 class FixedScale(Scale):
-    """One scalar that does not learn, y = alpha x: a residual-scaling rule's a or b."""
+    """One scalar that does not learn: y = alpha x. It holds the a or b of a residual scaling."""
 
     def __init__(self, alpha: float, *, bias: bool = False, like: Tensor | None = None) -> None:
         super().__init__(alpha, bias=bias, like=like)
@@ -88,7 +90,7 @@ class FixedScale(Scale):
 
 
 class ScalarBias(PlannedLayer, OwnLayer):
-    """One learnable scalar before an activation: y = act(x + bias), as Fixup has it."""
+    """One learnable scalar before an activation: y = act(x + bias) (Fixup, Zhang et al. 2019)."""
 
     AFFINE = True
     ROLES = {"bias": "scalar_bias"}
@@ -111,7 +113,10 @@ class ScalarBias(PlannedLayer, OwnLayer):
 
 
 class Shifted(PlannedLayer):
-    """A linear layer that absorbs its neighbours and adds one learnable scalar, 0, to its input."""
+    """A linear layer that absorbs its neighbours and adds one learnable scalar to its input.
+
+    The scalar is 0 at first.
+    """
 
     @classmethod
     def replacing(

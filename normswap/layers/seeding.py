@@ -11,7 +11,7 @@ def seeded(*devices: torch.device, seed: int = 0) -> Iterator[None]:
     """Seed the random numbers inside a `with` block, and restore the user's after it.
 
     Args:
-        devices: Accelerators whose generators are seeded, too. The CPU's always is.
+        devices: The devices whose generators are seeded. The CPU's generator is always seeded.
         seed: The seed of all generators.
     """
     accelerators = [device for device in devices if device.type not in ("cpu", "meta", "mps")]

@@ -19,7 +19,7 @@ Record: TypeAlias = Body | None
 
 
 class Measured(TypedDict, total=False):
-    """What is known of the input of a norm that is put back: see `SiteNorm.replacing`."""
+    """The keywords of `SiteNorm.replacing` that say what is known of a norm that is put back."""
 
     mean: Floats
     std: Floats
@@ -92,14 +92,14 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
     ) -> SiteNorm:
         """Return the BatchNorm that computes what `old` does.
 
-        Without `mean` and `std`, `old` is a norm and its tensors are kept. With them, `old` is
-        y = s x + t (the identity, or a ChannelBias or ChannelAffine). That is a norm of any
-        statistics with gamma = s sqrt(var + eps) and beta = t + s mean (Ioffe & Szegedy, section
-        3).
+        Without `mean` and `std`, `old` is a norm and its tensors are kept. With `mean` and `std`,
+        `old` is y = s x + t: the identity, or a ChannelBias or ChannelAffine. A norm with any mean
+        and variance computes s x + t if gamma = s sqrt(var + eps) and beta = t + s mean (Ioffe &
+        Szegedy, section 3).
 
         Args:
             old: The norm, or what stands where a norm was.
-            like: An empty tensor with the model's dtype and device, where `old` has no tensor.
+            like: An empty tensor with the model's dtype and device, used if `old` has no tensor.
             ghost: The number of samples that share their statistics in training. 0 means all.
             mean: The measured mean of the norm's input, per channel.
             std: The measured deviation of the norm's input, per channel.
@@ -163,7 +163,8 @@ def empty_like_norm(norm: nn.Module, like: Tensor) -> Tensor:
     """Return an empty tensor with the dtype and device of a norm, or of `like`.
 
     A frozen norm may be in float32 in a network in half precision, so the norm decides. `like`
-    decides if the norm has no tensor, or if `like` is float64: then the whole conversion is.
+    decides if the norm has no tensor, or if `like` is float64, as the conversion is then done in
+    float64 throughout.
     """
     if like.dtype == torch.float64:
         return like

@@ -82,7 +82,7 @@ class MeanStdConv2d(Standardized, ScaledStdConv2d):
 def set_effective(conv: nn.Module, weight: Tensor) -> None:
     """Set the tensors of a standardized convolution, in place, so that it computes with `weight`.
 
-    A convolution without `mean` computes with the weight less the mean of each filter.
+    A convolution without the parameter `mean` computes with `weight` minus the mean of each filter.
     """
     layer = cast(StandardizedTensors, conv)
     weight = weight.double()
@@ -105,7 +105,10 @@ def effective_weight(layer: Linearity) -> Tensor:
 
 @torch.no_grad()
 def set_effective_weight(layer: Linearity, weight: Tensor) -> None:
-    """Let a linear layer, standardized or not, compute with `weight` (`set_effective`)."""
+    """Set the tensors of a linear layer, in place, so that it computes with `weight`.
+
+    The layer may be standardized (`set_effective`) or not.
+    """
     if isinstance(layer, STANDARDIZED):
         set_effective(layer, weight)
     else:
@@ -114,8 +117,8 @@ def set_effective_weight(layer: Linearity, weight: Tensor) -> None:
 
 @torch.no_grad()
 def scale_filters(layer: nn.Module, factor: Tensor) -> None:
-    """Multiply each filter of a linear layer, in place, by a factor (O,); a weight of 0 stays 0."""
-    # A standardized filter ignores the scale of its weight.
+    """Multiply each filter of a linear layer, in place, by its factor (O,)."""
+    # A standardized filter ignores the scale of its weight, so its gain is multiplied instead.
     names = ["gain" if isinstance(layer, STANDARDIZED) else "weight"]
     if keeps_mean(layer):
         names.append("mean")
@@ -176,7 +179,7 @@ def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None) -> _Conv
             return other_class(mean=mean, padding=padding_here, **settings)
     if mean:
         return MeanStdConv2d(same_pad=pads_to_same, padding=padding_here, **settings)
-    # timm's class pads by the size of its input.
+    # timm's class computes its padding from the input's size, so it gets none here.
     if pads_to_same:
         return ScaledStdConv2dSame(**settings)
     return ScaledStdConv2d(padding=padding_here, **settings)

@@ -42,6 +42,7 @@ class Tuned(PlannedLayer):
             takes: `NORM` for the norm, another mode for each neighbour that is folded.
             options: Options of `folded` and of `SiteNorm.replacing`.
         """
+        # The norm becomes part of the layer; the neighbours are folded into its weight.
         norms: list[nn.Module] = []
         neighbours: list[nn.Module] = []
         neighbour_takes: list[Absorption] = []
@@ -63,7 +64,7 @@ class Tuned(PlannedLayer):
         live = SiteNorm.replacing(norm, like=like, **measured)
         live.to(conv.weight)
 
-        # The attributes move, as no constructor takes all that a convolution may carry.
+        # No constructor takes everything that a convolution may carry, so the attributes are moved.
         new = TunedConv2d.__new__(TunedConv2d)
         new.__dict__.update(vars(conv))
         new.gamma = live.weight

@@ -80,7 +80,9 @@ def _filter_dim(layer: nn.Module) -> int:
 
 
 def _direction(old: Linearity, weight: Tensor, dead: Tensor, filter_dim: int) -> Tensor:
-    """Return the weight, with its dead filters as they were before folding, or ones if still zero.
+    """Return the weight with a nonzero filter in place of each dead one.
+
+    A dead filter becomes what it was before folding, or ones if it was zero before folding.
 
     Args:
         old: The layer before folding.
