@@ -78,7 +78,7 @@ def to_double(model: Module, memo: Memo | None = None) -> Module:
 
     Args:
         model: The network to copy.
-        memo: As for `duplicate`; None stands for an empty one.
+        memo: As for `duplicate`. None stands for an empty one.
     """
     if memo is None:
         memo = {}

@@ -24,9 +24,9 @@ class NormswapError(Exception):
     """Base of every error that is the input's fault, not the program's.
 
     Args:
-        what: What is wrong. It names the file, the module path or the option.
+        what: The fault. It names the file, the module path or the option.
         why: The reason, if `what` does not say it already.
-        remedy: What the user can do now.
+        remedy: The user's next step.
     """
 
     def __init__(self, what: str, why: str = "", remedy: str = "") -> None:
@@ -112,7 +112,7 @@ def first_few(items: Iterable[str], most: int = 5) -> str:
     """Return the first items of a list, and how many more there are.
 
     Args:
-        items: What is listed, such as names of tensors.
+        items: The items to list, such as names of tensors.
         most: How many are shown at most.
     """
     listed = list(items)

@@ -198,7 +198,7 @@ class Step(_Record):
         scheme: The name of the scheme.
         options: The scheme's options.
         edits: The edits, at most one per path.
-        outcomes: What became of each norm, by path, for the reader alone.
+        outcomes: The outcome for each norm, by path, for the reader alone.
     """
 
     scheme: str
@@ -275,7 +275,7 @@ class Plan:
 
         Args:
             text: The JSON.
-            origin: What errors call the plan, such as the name of its file.
+            origin: The name of the plan in errors, such as its file's.
 
         Raises:
             PlanError: The text is no plan, has an unknown key, or exceeds a bound.

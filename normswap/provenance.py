@@ -22,9 +22,9 @@ class Provenance:
     """The origin of a network.
 
     Args:
-        arch: How to build the bare skeleton; None where that is not known.
+        arch: How to build the bare skeleton. None where that is not known.
         source: The name, hub id or path that the user gave.
-        sha256: The hash of the source's tensors (see `zoo.hash_tensors`); None for random weights.
+        sha256: The hash of the source's tensors (see `zoo.hash_tensors`). None for random weights.
         pretrained_cfg: timm's record of images and classes (input_size, mean, std, interpolation,
             crop_pct, label_names ...).
         plan: Everything that was done since the bare architecture.

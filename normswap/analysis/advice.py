@@ -35,7 +35,7 @@ class Advice:
 
     Args:
         scheme: The name of the target.
-        target: What is typed after `--to`: the name, perhaps with options.
+        target: The words typed after `--to`: the name, perhaps with options.
         why: The reason, for the user.
         command: The command that converts the network. It is empty where nothing is to be done.
         exact: Whether the conversion keeps the function exactly.
@@ -72,11 +72,11 @@ def advise(
 
     Args:
         network: The network.
-        name: What the commands call the network.
+        name: The name of the network in the commands.
         batch_size: How many images would share statistics: those of one device, or of one client.
         private: Whether the network will be trained privately, with gradients per sample.
         deploy: Whether the network is for inference only.
-        data: What the commands call the images to fit to.
+        data: The name of the images to fit to in the commands. The default is DATA.
 
     Raises:
         OptionError: There is no batch size, or the purposes exclude each other.

@@ -27,7 +27,7 @@ def of_network(network: Network, source: str) -> Body:
 
     Args:
         network: The network.
-        source: What the user calls it.
+        source: The name of the network, as the user gave it.
     """
     model = network.module
     anatomy = network.anatomy

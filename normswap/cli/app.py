@@ -147,7 +147,7 @@ def _escaped(hint: object, panel: str | None = None) -> object:
 
     Args:
         hint: The type, with typer's record of the option.
-        panel: The heading in --help under which the option stands; None leaves the record's own.
+        panel: The heading in --help under which the option stands. None leaves the record's own.
     """
     if get_origin(hint) is not Annotated:
         return hint

@@ -273,7 +273,7 @@ class Compared:
         """Return whether the networks agree on at least the share --min-kept.
 
         Args:
-            agreement: The share of images with the same answer; None if it was not measured.
+            agreement: The share of images with the same answer. None if it was not measured.
 
         Raises:
             OptionError: --min-kept is given, and no agreement was measured.

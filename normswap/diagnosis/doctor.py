@@ -61,11 +61,11 @@ def diagnose(
 
     Args:
         model: The network.
-        inputs: What the network takes, as in `convert`.
+        inputs: The network's inputs, as in `convert`.
         images: Batches of what the network takes, such as images (N, C, H, W) or (images, labels).
             They serve the checks of how the statistics fit them. At most 512 images are looked at.
-        name: What the commands call the network.
-        data: What the commands call the images.
+        name: The name of the network in the commands.
+        data: The name of the images in the commands.
 
     Returns:
         The faults. There are none if nothing is wrong.
@@ -128,7 +128,7 @@ def body_of(diagnosis: Diagnosis, source: str) -> Body:
 
     Args:
         diagnosis: The diagnosis.
-        source: What the user calls the network.
+        source: The name of the network, as the user gave it.
     """
     findings = [
         {**asdict(finding), "certainty": finding.certainty.name.lower()}

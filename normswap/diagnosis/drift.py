@@ -312,7 +312,7 @@ def _far_off(case: Case, drifts: list[Drift], off: list[Drift]) -> Finding:
     Args:
         case: The network.
         drifts: The drift of every norm.
-        off: Those that are far off.
+        off: The drifts that are far off.
     """
     worst = max(off, key=lambda drift: drift.mean + drift.log_var)
 

@@ -46,9 +46,9 @@ class Finding:
     Args:
         name: The kind of fault in one word, the same for every network.
         paths: The paths of the norms that have it.
-        evidence: What was seen, with figures.
+        evidence: The observation, with figures.
         certainty: How sure it is.
-        cost: What the fault does to the network's use.
+        cost: The harm that the fault does in use.
         mend: The command, or the line of Python, that mends all of it.
     """
 
@@ -67,7 +67,7 @@ class Diagnosis:
     Args:
         faults: The faults. A cause stands before what follows from it.
         norms: How many norms with population statistics were looked at.
-        notes: What could not be looked at, and why.
+        notes: Sentences on parts that could not be looked at, and why.
     """
 
     faults: tuple[Finding, ...]
@@ -128,8 +128,8 @@ class Case:
         anatomy: Its recorded graph, or None if its forward cannot be recorded.
         sites: Its norms with population statistics, in the order of the forward pass as far as that
             is known.
-        name: What commands call the network.
-        data: What commands call the images.
+        name: The name of the network in the commands.
+        data: The name of the images in the commands.
         images: The images for the checks that need some, or None.
     """
 
@@ -272,7 +272,7 @@ def rule(
         name: The name of the finding.
         hits: Whether a norm has the fault.
         evidence: The evidence, in which "{}" stands for the number of norms that have the fault.
-        cost: What the fault does.
+        cost: The harm that the fault does.
         mend: The remedy, in which "{}" stands for the network's name. The default is to measure the
             statistics anew.
     """
@@ -298,7 +298,7 @@ def python_line(case: Case, sites: Sequence[StoredNorm], statement: str) -> str:
     Args:
         case: The network, which the line calls `model`.
         sites: The norms.
-        statement: What is done to each norm, which the statement calls `norm`.
+        statement: The statement for each norm, in which the norm is called `norm`.
     """
     if len(sites) == 1:
         return statement.replace("norm", f"model.get_submodule({sites[0].path!r})", 1)

@@ -34,7 +34,7 @@ class ImageBatches:
 
         Args:
             model: The network.
-            batches: What the network takes (`Example.read`).
+            batches: Batches of the network's inputs (`Example.read`).
 
         Raises:
             SourceError: The images are unusable or too few.

@@ -352,8 +352,8 @@ class _AnswerSums:
         Args:
             count: The number of its images.
             logits: The answers of the source.
-            expected: What the file should give.
-            actual: What the file gives.
+            expected: The answers that the file should give.
+            actual: The answers that the file gives.
             labels: The true classes, or None.
             axis: The axis of the classes, or None where the answers are no scores.
         """

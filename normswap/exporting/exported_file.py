@@ -227,7 +227,7 @@ class FileNetwork(nn.Module):
 
     Args:
         runs: The file in its runtime.
-        batch: The number of images that the file takes at a time; None if it is free.
+        batch: The number of images that the file takes at a time. None if it is free.
         probabilities: Whether the file gives probabilities. The module then gives their logarithms,
             which are scores as a network gives them.
     """

@@ -57,7 +57,7 @@ class Exported:
             such runtime.
         nodes: The number of its operators, by kind.
         bytes: Its size in bytes, with its parts.
-        notes: What the user should know.
+        notes: Sentences that the user should read.
         seconds: The time that it all took.
         quantized: For int8, the number of images that it was calibrated on, and the bits of its
             weights. None for other precisions.
@@ -103,11 +103,10 @@ def export(
     Args:
         model: The network, or the result of a conversion.
         path: The file to write. Its ending names the format, unless the option `format` does.
-        inputs: What the network takes, as in `convert`. Then the file takes and gives all tensors
+        inputs: The network's inputs, as in `convert`. Then the file takes and gives all tensors
             that the network takes and gives, under the names of dicts, records and forward's
-            arguments, and is checked on these inputs. Without `inputs`, images go in and one
-            answer comes out, or all outputs if none of them is the answer, such as boxes and
-            scores.
+            arguments, and is checked on these inputs. Without `inputs`, images go in and one answer
+            comes out, or all outputs if none of them is the answer, such as boxes and scores.
         images: Batches that the file is checked on, (N, C, H, W) or (images, labels), preprocessed
             for `model`, at `input_size`. By default they are smooth noise. int8 needs images, as
             its cost is measured on them. With `inputs`, they are batches of such inputs, by

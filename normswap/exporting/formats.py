@@ -72,7 +72,7 @@ class Format:
         extra: The extra of normswap that installs these packages.
         part: The ending of a second file, which lies beside each file; empty if there is none.
         dtypes: The precisions that it can be written in.
-        notes: What a user should know of a precision in this format, by precision.
+        notes: A sentence on each precision in this format that a user should read, by precision.
         any_count: Whether its files can take any number of images at a time.
         any_input: Whether its files can take other tensors than float32.
         quantizer: The name of the tool that writes it in int8, for messages.

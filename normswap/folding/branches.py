@@ -33,8 +33,8 @@ class Branches:
         main: The path of the convolution that stays, whose kernel has room for the others.
         others: Paths of the convolutions, scales and shifts that it absorbs.
         skips: How often the branches' input is itself a term of the sum.
-        after: The path of a scale and shift of the sum, which `main` absorbs, too; None if there
-            is none.
+        after: The path of a scale and shift of the sum, which `main` absorbs, too. None if there is
+            none.
     """
 
     main: str
@@ -48,11 +48,11 @@ class _Arm:
     """A term of a sum.
 
     Args:
-        path: The path of the convolution or scale that makes it; None where the term is the
-            source itself.
+        path: The path of the convolution or scale that makes it. None where the term is the source
+            itself.
         source: The node that the term is computed from.
         barrier: The last node between the term and the sum that a removed branch could not pass in
-            training, such as a DropPath; None if there is none.
+            training, such as a DropPath. None if there is none.
     """
 
     path: str | None
@@ -219,7 +219,7 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
 
     Args:
         main: The convolution that stays.
-        other: A convolution, or a scale per channel; None for the input itself.
+        other: A convolution, or a scale per channel. None for the input itself.
     """
     taps = tap_offsets(main)
     if isinstance(other, _ConvNd):

@@ -130,7 +130,7 @@ class Channels:
         Args:
             node: The node, which is no linear layer.
             sources: The nodes that it reads.
-            arms: The channels of each of `sources`; None where they are not known.
+            arms: The channels of each of `sources`. None where they are not known.
         """
         if not any(arms):
             return None

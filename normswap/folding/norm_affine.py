@@ -97,7 +97,7 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
     Args:
         linear: The linear layer.
         path: Its path.
-        axis: Where the norm's channels are in its input; None where that is not known.
+        axis: Where the norm's channels are in its input. None where that is not known.
     """
     if axis is None:
         raise NotFoldable(f"which of the inputs of {path} its channels become is not known")

@@ -101,9 +101,9 @@ class PlanBuilder:
 
     Args:
         anatomy: The network that the step changes.
-        linears: What each linear layer absorbs, by its path.
+        linears: The factors and shifts that each linear layer absorbs, by its path.
         replacements: The edits that place other layers, by path.
-        outcomes: What happens to each norm, by its path.
+        outcomes: The outcome for each norm, by its path.
         refusals: Why nothing can be done to a norm, by its path.
         notes: Sentences that the user should read.
         scalars: The layer that is chained after the one at a path.

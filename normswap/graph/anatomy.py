@@ -29,7 +29,7 @@ class Norm:
         kind: The name of its class.
         channels: The number of channels that it normalizes.
         role: `stem`, `last`, `down`, `head` or `other` (`normswap.graph.inspection`).
-        block: The path of the residual block that it belongs to; None outside of blocks.
+        block: The path of the residual block that it belongs to. None outside of blocks.
         statistics: Where its mean and variance come from in eval mode.
         called: How often forward calls it.
         averages: Whether a BatchNorm that is fitted to images can replace it.
@@ -61,7 +61,7 @@ class AffineMap:
         module: The module itself.
         holds_statistics: Whether it is a norm, or has a norm's statistics. Such a module may become
             a plain scale and shift.
-        refusal: Why s and t cannot be read and moved; None where they can.
+        refusal: Why s and t cannot be read and moved. None where they can.
     """
 
     path: str
@@ -81,13 +81,13 @@ class Block:
         skip: `identity`, `projection` (it has a convolution) or `other` (pooling, padding).
         order: `post` (an activation follows the sum), `pre` (the branch begins with a norm or an
             activation) or `linear`.
-        tail: The path of the innermost module that returns the branch's value, where a scalar goes;
+        tail: The path of the innermost module that returns the branch's value, where a scalar goes.
             None if no module does.
         norms: Paths of the norms on the branch and on the skip, in order of the forward pass.
-        last: The path of the branch's last norm; None if the branch has none.
+        last: The path of the branch's last norm. None if the branch has none.
         gate: The path of the module that multiplies the branch by a function of itself
-            (squeeze-and-excitation and the like); None if none does.
-        drop_path: The path of the module that drops the branch at random in training; None if none
+            (squeeze-and-excitation and the like). None if none does.
+        drop_path: The path of the module that drops the branch at random in training. None if none
             does.
         total: The node of the sum.
         branch: The node of the branch's value.

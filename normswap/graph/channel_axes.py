@@ -74,8 +74,8 @@ class Axis:
 
     Args:
         size: The number of channels.
-        dim: The dimension that holds the channels and nothing else; None where the channels share
-            a dimension with something else.
+        dim: The dimension that holds the channels and nothing else. None where the channels share a
+            dimension with something else.
         last: Whether `dim` is the last dimension.
         pure: Whether every element belongs to a channel; False where a padding added zeros.
     """

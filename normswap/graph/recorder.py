@@ -77,7 +77,7 @@ class _Mark:
 
     Args:
         run: The recorder that made the note.
-        node: The node whose value the tensor is, or a collection that holds the tensor. None: the
+        node: The node whose value the tensor is, or a collection that holds the tensor. None if the
             tensor was made without the network's input.
         version: How often the tensor had been written to when the note was made.
         keys: The keys that lead from the node's value to the tensor.

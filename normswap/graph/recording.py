@@ -45,8 +45,8 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
 
     Args:
         model: The network.
-        inputs: What the network is called with, as `inspect` takes it. By default an example is
-            made from what the network says of its input.
+        inputs: The inputs of the network, as in `inspect`. By default an example is made from the
+            input that the network states.
 
     Raises:
         SourceError: The network cannot be recorded yet (`network_input.check_shapes`).

@@ -142,14 +142,14 @@ def make_loader(
             `file,label`, a dataset of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data`
             or `hfds/user/name`, or arrays (`array_files`).
         batch_size: The number of images in a batch.
-        workers: The number of processes that read images; 0: this process reads them.
+        workers: The number of processes that read images. With 0 this process reads them.
         split: Which part of a dataset that has parts. A folder of that name inside the folder is
             used if present.
         samples: How many images are taken, drawn without replacement by `seed`. A stream gives its
             first ones.
         seed: The seed of the draw.
-        labelled: Whether labels are needed. None: they are read where there are class folders and a
-            classifier. Labels that are not read are -1.
+        labelled: Whether labels are needed. With None they are read where there are class folders
+            and a classifier. Labels that are not read are -1.
 
     Raises:
         SourceError: There are no images, or they have other classes than the network's.
@@ -592,7 +592,7 @@ class Outputs:
     """The outputs of a network.
 
     Args:
-        count: How many there are; None where the network does not say.
+        count: How many there are. None where the network does not say.
         names: The names of all, in order; empty where it does not say.
     """
 
@@ -610,7 +610,7 @@ def label_map(
     Args:
         labels: The number of each label, by its name.
         outputs: The network's outputs.
-        origin: What errors call the images.
+        origin: The name of the images in errors.
         needed: Whether labels are needed.
 
     Raises:

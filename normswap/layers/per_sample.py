@@ -206,7 +206,7 @@ def rescale_output(
     Args:
         layer: A convolution with a bias, or a scale and shift per channel.
         scale: The factor of each channel.
-        shift: What is added to each channel.
+        shift: The number that is added to each channel.
     """
     assert layer.bias is not None, "`rescaled` gave it one"
     weight_factor = scale if isinstance(layer, ChannelAffine) else per_filter(layer, scale)

@@ -134,7 +134,7 @@ def make(
     """Return what `factory` builds, no larger than networks are.
 
     Args:
-        arch: What errors call the network.
+        arch: The name of the network in errors.
         factory: The builder.
         kwargs: Its keyword arguments.
         online: Whether the builder may ask the hub: only the user's own code may.

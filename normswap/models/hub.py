@@ -215,7 +215,7 @@ def read_json(file: Path, origin: str) -> Cfg:
 
     Args:
         file: The file.
-        origin: What errors call the place it is from.
+        origin: The name of the file's place in errors.
 
     Raises:
         SourceError: The file cannot be read, or holds something else.
@@ -234,7 +234,7 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
 
     Args:
         file: The config.json.
-        origin: What errors call the place it is from.
+        origin: The name of the file's place in errors.
 
     Returns:
         The architecture's name, its arguments, and the record of weights and images
@@ -343,7 +343,7 @@ def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network
     Args:
         stated: The content of its preprocessor_config.json; empty where it has none.
         model: The network.
-        origin: What errors call the network.
+        origin: The name of the network in errors.
     """
     processor = records.checked(
         records.ImageProcessor, stated, f"{origin}: preprocessor_config.json"

@@ -32,7 +32,7 @@ class Kind:
     Args:
         builder: Its name in `Arch.builder`.
         file: The file of this folder that builds its networks.
-        prefix: What stands before the colon in MODEL and where an architecture is spelled.
+        prefix: The word before the colon in MODEL, and where an architecture is spelled.
         also: Further prefixes, each of which is a part of the name.
         package: The package that it needs.
         foreign: Whether its networks are built by code that this machine's user brings.

@@ -179,7 +179,7 @@ def checked(kind: type[Record], stated: object, origin: str) -> Record:
     Args:
         kind: The class of the record.
         stated: The plain data that was read.
-        origin: What the error calls the file.
+        origin: The name of the file in the error.
 
     Raises:
         SourceError: The data does not fit the record. The message names file and key.

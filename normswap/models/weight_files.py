@@ -252,7 +252,7 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
 
     Args:
         state: The tensors by name.
-        origin: What the error calls their file.
+        origin: The name of their file in the error.
     """
     bad = [name for name, tensor in state.items() if not _has_finite_numbers(name, tensor, origin)]
     are_statistics = all(name.endswith(("running_mean", "running_var")) for name in bad)
@@ -283,7 +283,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     Args:
         model: The network that is filled.
         state: The tensors by name.
-        origin: What errors call the tensors' file.
+        origin: The name of the tensors' file in errors.
         cfg: timm's record of the weights, which says how stem and head are adapted. It is empty
             where they must be the file's.
 
@@ -402,8 +402,8 @@ def check_fit(
     Args:
         state: The file's tensors.
         bare: The network's.
-        origin: What the error calls the file.
-        name: What it calls the network.
+        origin: The name of the file in the error.
+        name: The name of the network in the error.
     """
     misfits: dict[str, list[str]] = {
         "missing": [],

@@ -116,7 +116,7 @@ def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
     """Raise SourceError for code of this machine that nobody has said may be imported.
 
     Args:
-        what: What the error calls the code.
+        what: The name of the code in the error.
         kind: The kind of source.
         trusted: Whether the user named the code, or trusts it.
     """
@@ -140,11 +140,13 @@ def open_source(
 
     Args:
         source: A MODEL: a name, a repository, a directory, a factory, or a weights file.
-        weights: "pretrained"; "random" for the bare architecture; or a weights file.
+        weights: The weights: "pretrained", "random" for the bare architecture, or a weights file.
         arch: The architecture of a weights file.
         arch_args: Arguments of the architecture.
-        num_classes: The number of outputs of a new head; of a weights file, that of its own.
-        in_chans: The number of input channels of a new stem; of a weights file, that of its own.
+        num_classes: The number of outputs of a new head. By default the head stays. With a weights
+            file it is the number of outputs in the file.
+        in_chans: The number of input channels of a new stem. By default the stem stays. With a
+            weights file it is the number of input channels in the file.
         trust_factory: Whether a factory may be imported. It is false where the name was read from a
             file.
 

@@ -38,8 +38,8 @@ class NormFact:
     Args:
         path: The norm's module path.
         role: The norm's role in its block.
-        outcome: What became of it, a key of `page.OUTCOMES`.
-        said: What became of it, as a sentence.
+        outcome: The outcome for the norm, a key of `page.OUTCOMES`.
+        said: The outcome as a sentence.
     """
 
     path: str
@@ -66,7 +66,7 @@ class Alpha:
         block: The path of the branch's block.
         path: The path of the scalar.
         value: The scalar as it is now.
-        planned: The scalar as the plan placed it; None if the plan says no number.
+        planned: The scalar as the plan placed it. None if the plan says no number.
         bias: The bias beside it, if there is one.
     """
 
@@ -88,15 +88,15 @@ class Facts:
         steps: The scheme of each step, with its options, summary and paper.
         digest: The hash of the plan.
         versions: The versions of the libraries that wrote the directory.
-        report: The report of the conversion; None if the weights were changed since.
+        report: The report of the conversion. None if the weights were changed since.
         blocks: The residual blocks of the source.
         others: The norms outside of blocks.
         alphas: The scalars at the ends of the residual branches.
         sizes: The counts of norms and parameters of the networks `before` and `after`.
-        notes: What the reader should know about the figures.
+        notes: Sentences about the figures that the reader should read.
         signal: The signal in the networks `before` and `after`, a point per block. A network
             without blocks, or one that cannot be opened, is missing.
-        signal_inputs: What the signal was measured on, in words.
+        signal_inputs: The inputs that the signal was measured on, in words.
         accuracy: Top-1 in percent of source and result, their agreement, and the count of images.
             What was not measured is missing.
     """

@@ -44,8 +44,8 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
 
     Args:
         builder: The plan in the making.
-        mean: What happens to the mean of a filter: `keep` adds it as a number that learns, `fit`
-            drops it and fits the filters again.
+        mean: The treatment of a filter's mean. `keep` adds it as a number that learns. `fit` drops
+            it and fits the filters again.
         stem: The same for the first convolution, whose means carry brightness and colour.
         depthwise: The same for filters that read one channel, and alone carry its mean.
     """

@@ -22,7 +22,8 @@ def replaceable_batchnorms(
 
     Args:
         anatomy: The recorded network.
-        replacement: What will stand in their place, for the refusal's sentence.
+        replacement: The name of the layers that will stand in their place, for the refusal's
+            sentence.
 
     Returns:
         The plan in the making, and the BatchNorms by path, each under the first of its paths.

@@ -214,8 +214,8 @@ class Scheme:
         on_branches: Whether it places a layer at the end of residual branches, which must not end
             in a factor of their own.
         may_do_nothing: Whether a plan without edits is allowed.
-        training: What a run in training mode proves of the result; None if nothing has to be
-            proved.
+        training: The properties of the result that a run in training mode proves. None if nothing
+            has to be proved.
         decay: The parameters that decay in its paper, as a policy of `param_groups`.
         options: The records of the keywords of `plan`. A registered scheme gets them from the
             signature of `plan` by default.

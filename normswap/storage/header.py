@@ -39,12 +39,12 @@ class Header(BaseModel):
 
     Args:
         version: The version of the record.
-        arch: How to build the bare network; None where nobody knows.
+        arch: How to build the bare network. None where nobody knows.
         plan: The plan, as `Plan.to_json` wrote it.
-        source: What the network was made from, as the user named it.
-        sha256: The hash of the source's tensors; None for random weights.
+        source: The source of the network, as the user named it.
+        sha256: The hash of the source's tensors. None for random weights.
         pretrained_cfg: The record of images and classes.
-        report: The measurements of the conversion; None for a network that was not converted.
+        report: The measurements of the conversion. None for a network that was not converted.
         hashes: The hash of all tensors of a file, by the file's name.
         tensors: The hash of each tensor, by the file's name and its own; older files have none.
         versions: The versions of the libraries that wrote it.

@@ -27,7 +27,7 @@ def render(
 
     Args:
         record: Where the network is from, and its plan.
-        report: What was measured; None where the weights have changed since.
+        report: The measurements. None where the weights have changed since.
         code: Code that loads the network. The default opens the directory of the card.
         license: The license of the weights, by the hub's name.
     """

@@ -154,7 +154,7 @@ def fit(
         network: The network before the step.
         result: The network after the step, whose values are set.
         step: The step.
-        images: The images to fit to; None if there are none.
+        images: The images to fit to. None if there are none.
 
     Raises:
         SourceError: The images cannot be used, or are too few.

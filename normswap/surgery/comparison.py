@@ -357,7 +357,7 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
 
     Args:
         network: The source, which may be why.
-        report: What was measured.
+        report: The measurements.
         scheme: How errors call what was done.
 
     Raises:
@@ -483,7 +483,7 @@ def _inside(
 
     Args:
         source: The source.
-        result: What is compared with it.
+        result: The network that is compared with the source.
         example: The call that both run on.
         keeps_blocks: Whether the result claims the values at blocks.
         are_labels: Whether outputs are labels or masks, so that the last layers are compared, too.

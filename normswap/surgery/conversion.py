@@ -169,9 +169,9 @@ def convert(
     Args:
         model: The network, its record, or the result of an earlier conversion. It is not changed.
         to: The name of a scheme (`normswap schemes` lists them).
-        inputs: What the network takes; it is recorded and verified on this. It is a tensor, a tuple
-            of arguments, a dict of keywords, or a list of batches of these. By default it is
-            N(0, 1) noise of `input_size`.
+        inputs: The network's inputs, on which it is recorded and verified: a tensor, a tuple of
+            arguments, a dict of keywords, or a list of batches of these. By default it is N(0, 1)
+            noise of `input_size`.
         input_size: The size (C, H, W) of the noise; by default the size that the network states
             (`network_input.size`).
         seed: The seed of the noise, and of every draw while values are fitted.

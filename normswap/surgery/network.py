@@ -80,8 +80,8 @@ class Network:
 
     Args:
         module: The network itself.
-        inputs: What it takes: a tensor, a tuple of arguments, a dict of keywords, or a list of
-            batches of these. By default random ones of its stated shapes
+        inputs: The network's inputs: a tensor, a tuple of arguments, a dict of keywords, or a list
+            of batches of these. By default they are random ones of its stated shapes
             (`network_input.drawn_calls`), or N(0, 1) noise of `size`.
         size: The size of one input (C, H, W). By default the network's own (`network_input.size`),
             or that of the first batch to calibrate on.

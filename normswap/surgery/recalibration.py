@@ -51,8 +51,8 @@ def recalibrate(
         input_size: The size (C, H, W) of the noise.
         progress: Called after each batch with the batches done and their total; with `against`,
             after each layer.
-        record: What the plan records of the data: `data`, `samples` and `batch_size`. With
-            `against`, `means_only` gives back the means alone, by changing biases.
+        record: Values about the data that the plan records: `data`, `samples` and `batch_size`.
+            With `against`, `means_only` gives back the means alone, by changing biases.
 
     Returns:
         The network, with how far its outputs are from those before.

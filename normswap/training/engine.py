@@ -80,7 +80,7 @@ class Result:
         updates: The number of updates done.
         finished: Whether the run has come to its end. If not, it was asked to stop, and can be
             continued.
-        notes: What the user should know.
+        notes: Sentences that the user should read.
     """
 
     best: Path
@@ -110,7 +110,7 @@ def finetune(
     first one writes the run's folder, and all read the images.
 
     Args:
-        model: A source or a converted network; None for the one that the recipe names.
+        model: A source or a converted network. None for the one that the recipe names.
         recipe: The recipe, as `load_recipe` gives it.
         out: The run's folder.
         resume: "auto" continues the run in `out` if there is one. With None `out` must be new, or
@@ -192,7 +192,7 @@ class TrainingRun:
         task: The objects of the loop.
         folder: The run's folder.
         blank: The network as training begins, for its structure.
-        progress: A function that is called now and then; None in all processes but the first.
+        progress: A function that is called now and then. None in all processes but the first.
         say: A function that is called with what the user should know.
     """
 

@@ -304,7 +304,7 @@ class Objective:
             model: The network, in the form in which it is trained.
             images: The images (N, C, H, W).
             labels: Their labels (N,), which are not read where the teacher alone teaches.
-            seed: What mixup is drawn by.
+            seed: The seed of mixup's draws.
         """
         target = labels if self.labels else torch.zeros_like(labels)
         if self.mixup is not None:

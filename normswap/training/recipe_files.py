@@ -116,7 +116,7 @@ def flat(recipe: Recipe | Mapping[str, object], above: str = "") -> dict[str, ob
 
     Args:
         recipe: The recipe, or a group of its keys.
-        above: What stands before the keys of a group.
+        above: The text before the keys of a group. Empty at the top.
     """
     values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
     keys: dict[str, object] = {}
@@ -133,7 +133,7 @@ def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str,
 
     Args:
         group: The recipe, or a group of its keys.
-        above: What stands before the keys of a group.
+        above: The text before the keys of a group. Empty at the top.
     """
     for name, field in group.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))

@@ -105,7 +105,7 @@ class Folder:
 
     Args:
         place: The folder's path.
-        identity: What may not change when the run is continued (`identify`).
+        identity: The values that may not change when the run is continued (`identify`).
     """
 
     def __init__(self, place: Path, identity: Mapping[str, object]) -> None:

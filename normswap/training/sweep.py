@@ -68,7 +68,7 @@ class Line:
         lr: The learning rate.
         runs: The number of runs that have ended.
         mean: The mean of the best k top-1, in percent; of fewer, if fewer runs have succeeded.
-        std: The standard deviation of the same runs as a sample; None for one run.
+        std: The standard deviation of the same runs as a sample. None for one run.
         counted: The number of runs that mean and std are of.
         lost: The number of runs that have ended without an accuracy.
         full: Whether all n runs have ended and k have succeeded, so that this can be the best.
@@ -161,7 +161,7 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> lis
 
     Args:
         trials: The runs.
-        rates: What `lines` says of them.
+        rates: The table of learning rates that `lines` makes of them.
         finished: Whether this worker has found all runs done.
     """
     texts: list[str] = []
@@ -253,7 +253,8 @@ class Sweep:
 
     Args:
         recipe: The recipe of every run; its learning rate and seed are replaced.
-        subject: What else must be the same in all workers, such as the network's hash, by name.
+        subject: The other values that must be the same in all workers, such as the network's hash,
+            by name.
         points: Every pair (lr, seed) to run.
         place: The folder of this machine's runs.
         url: The address of a database. The default is an SQLite file in `place`.

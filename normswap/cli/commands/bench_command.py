@@ -132,7 +132,7 @@ def _file_contender(file: ExportedFile, network: nn.Module | None) -> Contender:
 
     Args:
         file: The file.
-        network: Its source, whose answers are expected of it; None if the file is timed alone.
+        network: Its source, whose answers are expected of it. None if the file is timed alone.
     """
     from normswap.benchmarking.timing import Contender
 

@@ -125,7 +125,7 @@ def _following(result: Result, folder: Path, trust: list[str], data: str) -> lis
     """Return the words of the next command: one that measures the best network, or continues.
 
     Args:
-        result: What came of the run.
+        result: The result of the run.
         folder: The run's folder.
         trust: The words that are needed to open the run's networks.
         data: The images to measure on.

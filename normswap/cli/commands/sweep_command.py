@@ -136,7 +136,7 @@ def trainer(
     It returns top-1 after the last epoch, or None if it was asked to stop before the end.
 
     Args:
-        model: The MODEL to train; None trains the network that the recipe names.
+        model: The MODEL to train. None trains the network that the recipe names.
         opening: How the MODEL is opened.
         device: The device to train on.
         progress: Called now and then while a run trains.

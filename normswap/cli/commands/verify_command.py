@@ -109,8 +109,8 @@ def _of_directory(
     """Compare the network in a directory with its source; return the record that --json prints.
 
     Args:
-        directory: What `normswap convert` wrote.
-        against: The MODEL to compare with; None takes the source that the directory records.
+        directory: The directory, which `normswap convert` wrote.
+        against: The MODEL to compare with. None takes the source that the directory records.
         images: Images to measure the agreement on, if there are any.
         opening: How `against` is opened.
         compiled: Whether the network is also compared with itself under torch.compile.
@@ -178,7 +178,7 @@ def _compare_compiled(
 
     Args:
         result: The network.
-        loader: Batches of which the first is the example; None takes the network's own example.
+        loader: Batches of which the first is the example. None takes the network's own example.
 
     Returns:
         A record for each output and gradient, and the first layer that departs, or None.
