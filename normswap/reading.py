@@ -263,7 +263,11 @@ def _whole_number(digits: str) -> int:
 
 
 def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object, or raise UnreadableError where it has a key twice."""
+    """Return a JSON object.
+
+    Raises:
+        UnreadableError: It has a key twice.
+    """
     tree = dict(pairs)
     if len(tree) < len(pairs):
         _refuse_repeated_key(pairs)

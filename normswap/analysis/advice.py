@@ -73,7 +73,8 @@ def advise(
     Args:
         network: The network.
         name: The name of the network in the commands.
-        batch_size: How many images would share statistics: those of one device, or of one client.
+        batch_size: The number of images that would share statistics: the images of one device, or
+            of one client.
         private: Whether the network will be trained privately, with gradients per sample.
         deploy: Whether the network is for inference only.
         data: The name of the images to fit to in the commands. The default is DATA.

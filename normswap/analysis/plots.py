@@ -41,7 +41,7 @@ def plot(curves: Curves, file: Path) -> Path:
 
     Args:
         curves: The points of each network, by its name.
-        file: Where the picture is written; the suffix names its format.
+        file: Where the picture is written. The suffix names its format.
     """
     from matplotlib.figure import Figure
 
@@ -98,7 +98,7 @@ def over_blocks(axes: Axes, stages: Sequence[str]) -> None:
 
     Args:
         axes: The axes.
-        stages: The stage of each block; none, if nothing is to be shaded.
+        stages: The stage of each block. Empty if nothing is to be shaded.
     """
     start = 0.5
     for i, (_, blocks) in enumerate(groupby(stages)):

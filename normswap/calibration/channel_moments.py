@@ -115,9 +115,9 @@ def measure(
     """Measure the moments of what each layer reads, in one pass over images in eval mode.
 
     Args:
-        model: The network that runs; nothing in it is changed.
+        model: The network that runs. Nothing in it is changed.
         layers: The layers to watch, by path. Each reads a tensor (N, C, ...).
-        batches: Images as the network takes them; see `checked`.
+        batches: Images as the network takes them. See `checked`.
         progress: Called with the number of batches that are done, and of all of them.
 
     Raises:

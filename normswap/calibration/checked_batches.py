@@ -84,7 +84,11 @@ def _check_images(example: Example, index: int) -> None:
 def run(
     model: nn.Module, example: Example, what: str = "the calibration images do not fit the network"
 ) -> object:
-    """The network's output; a SourceError where it does not run."""
+    """Return the network's output.
+
+    Raises:
+        SourceError: The network does not run on the example.
+    """
     try:
         return example.call(model)
     # The forward is the user's, and may raise anything.

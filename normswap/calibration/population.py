@@ -43,7 +43,11 @@ _Sums = dict[str, tuple[Tensor, int]]
 
 
 def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The norms that have statistics to estimate, by path; a RefusedError where there are none."""
+    """Return the norms that have statistics to estimate, by path.
+
+    Raises:
+        RefusedError: There are none, or one does in training what is not known.
+    """
     norms: dict[str, _BatchNorm] = {}
     for path, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
@@ -86,17 +90,17 @@ def estimate_population(
 
     Args:
         model: The network, whose norms get new statistics.
-        batches: Images as the network takes them; see `checked`. Batches of another size than the
+        batches: Images as the network takes them. See `checked`. Batches of another size than the
             first are left out.
         progress: Called with the number of batches that are done, and of all of them.
         most_error: The largest allowed standard error of a channel's mean, in deviations
-            (`MOST_ERROR`); any error is allowed by default.
+            (`MOST_ERROR`). Any error is allowed by default.
 
     Returns:
         A note that says how many norms and images there were.
 
     Raises:
-        RefusedError: There is no norm whose statistics can be estimated; see `norms_of`.
+        RefusedError: There is no norm whose statistics can be estimated. See `norms_of`.
         SourceError: The images are unusable or too few, or a batch has fewer than two.
         VerificationError: The network gives values that are not finite.
     """

@@ -58,7 +58,7 @@ def restore(
         model: The network whose weights and biases are set.
         references: Networks with the same layers at the same paths. The moments of several are
             averaged.
-        batches: Images as the networks take them; see `checked`.
+        batches: Images as the networks take them. See `checked`.
         means_only: Whether only the biases change.
         progress: Called with the number of layers that are done, and of all of them.
 

@@ -175,7 +175,7 @@ class End:
 
     Args:
         scale: The factor of each channel, (C,) or (1,), in float64.
-        arms: The sum's other term, in the source and in the result; empty where there is no sum.
+        arms: The sum's other term, in the source and in the result. Empty where there is no sum.
     """
 
     scale: Tensor

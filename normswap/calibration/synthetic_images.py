@@ -57,7 +57,7 @@ def make(
     """Make batches of images on which each BatchNorm sees its running mean and variance.
 
     Args:
-        model: The network whose statistics are matched; nothing in it is changed.
+        model: The network whose statistics are matched. Nothing in it is changed.
         form: A call whose images are replaced by the made ones.
         size: The size of an image (C, H, W), of a signal (C, L) or of a clip (C, T, H, W).
         seed: Decides the noise from which the images are made.

@@ -41,7 +41,7 @@ def show(
         body: The records that --json prints.
         as_json: Whether strict JSON is printed. Then nothing else is.
         print_body: Prints `body` for a person.
-        following: The words of the command that most people want next; none print no such line.
+        following: The words of the command that most people want next. Without words no such line is printed.
     """
     if as_json:
         _print_all(body, lambda: say_json(plain(body)))
@@ -115,7 +115,7 @@ def table(
     """Print a table, without the columns that are empty in every row.
 
     Args:
-        title: The line above the table; an empty one is not printed.
+        title: The line above the table. An empty one is not printed.
         columns: The names of the columns.
         rows: The cells of each row, one for each column.
         right: The columns of numbers, which stand at the right and are never wrapped.
@@ -343,7 +343,7 @@ def verdict(report: Body, *, can_fit: bool = False) -> str:
 
     Args:
         report: The report of a conversion or comparison.
-        can_fit: Whether the scheme can fit its values to images; the sentence then proposes it.
+        can_fit: Whether the scheme can fit its values to images. The sentence then proposes it.
     """
     if report["exact"]:
         last = report["logits"][-1]

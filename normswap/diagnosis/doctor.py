@@ -62,7 +62,7 @@ def diagnose(
     Args:
         model: The network.
         inputs: The network's inputs, as in `convert`.
-        images: Batches of what the network takes, such as images (N, C, H, W) or (images, labels).
+        images: Batches of the network's inputs, such as images (N, C, H, W) or (images, labels).
             They serve the checks of how the statistics fit them. At most 512 images are looked at.
         name: The name of the network in the commands.
         data: The name of the images in the commands.

@@ -90,7 +90,7 @@ class _Trial:
     Args:
         preparation: The preparation.
         pixels: The pixels (N, C, H, W).
-        given_as: How the images must have been given, in words, to be these pixels; empty for
+        given_as: How the images must have been given, in words, to be these pixels. Empty for
             images that were given as the network states.
     """
 

@@ -36,7 +36,7 @@ class ExportedFile:
         file: The path of the file.
         form: The format of the file.
         metadata: The texts that the exporter wrote into the file, by name.
-        body: The record of the sidecar; empty if normswap did not write the file.
+        body: The record of the sidecar. Empty if normswap did not write the file.
     """
 
     file: Path
@@ -100,8 +100,8 @@ class ExportedFile:
         Raises:
             SourceError: The file does not say how its images are prepared, or takes more than
                 images.
-            OptionError: The file cannot be run; see `opened`.
-            VerificationError: The file does not run; see `opened`.
+            OptionError: The file cannot be run. See `opened`.
+            VerificationError: The file does not run. See `opened`.
         """
         self._require_images()
 
@@ -197,7 +197,7 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     Args:
         exported: The file.
         model: The network that the file should compute.
-        images: Batches to compare on; smooth noise if there are none.
+        images: Batches to compare on. Smooth noise if there are none.
 
     Returns:
         The distance between them. `Figures.passed` says whether it is the network's file.

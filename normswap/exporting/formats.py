@@ -70,7 +70,7 @@ class Format:
         runtime: The name of the runtime that runs it, for messages.
         needs: The packages that write and run it.
         extra: The extra of normswap that installs these packages.
-        part: The ending of a second file, which lies beside each file; empty if there is none.
+        part: The ending of a second file, which lies beside each file. Empty if there is none.
         dtypes: The precisions that it can be written in.
         notes: A sentence on each precision in this format that a user should read, by precision.
         any_count: Whether its files can take any number of images at a time.
@@ -78,10 +78,10 @@ class Format:
         quantizer: The name of the tool that writes it in int8, for messages.
         quantizer_needs: The packages of that tool.
         quantizer_extra: The extra of normswap that installs them.
-        weight_bits: The bits per int8 weight that it can be written with; the first is the default.
+        weight_bits: The bits per int8 weight that it can be written with. The first is the default.
         halves: Whether 7-bit weights are written for every layer except depthwise ones.
         inside: Whether its runtime tells the values that a file computes on its way.
-        system: The only `sys.platform` that has its runtime; empty if every system has it.
+        system: The only `sys.platform` that has its runtime. Empty if every system has it.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Format:
             how: The input of the quantizer, for a file in int8.
 
         Raises:
-            RefusedError: The format cannot express the network; the message says why.
+            RefusedError: The format cannot express the network. The message says why.
         """
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"
@@ -305,7 +305,8 @@ def choose(file: Path, name: str | None) -> Format:
     """Return the format of the name, or of the file's ending if no name is given.
 
     Raises:
-        OptionError: Name and ending differ, or neither says a format; or as `get`.
+        OptionError: Name and ending differ, neither says a format, or the format is not known
+            (`get`).
     """
     return get(_name_of(file, name))
 
@@ -338,7 +339,7 @@ def check(file: Path, settings: FileSettings) -> Format:
     Raises:
         OptionError: The format or dtype is not known, they do not go together, or a package is not
             installed.
-        OutputError: The file, or its sidecar, exists; or its folder does not; or its part belongs
+        OutputError: The file or its sidecar exists, its folder does not exist, or its part belongs
             to another file.
     """
     if settings.dtype not in DTYPES:

@@ -110,7 +110,7 @@ def rewritten_pt2(file: Path) -> io.BytesIO:
     """Return a .pt2 with the same network, made of nothing but what was read and checked.
 
     Raises:
-        SourceError: The file holds something that could run code; see `read_pt2`.
+        SourceError: The file holds something that could run code. See `read_pt2`.
         zipfile.BadZipFile: The file is damaged, or is no archive.
         KeyError: An entry is missing, or the file is no .pt2.
         ValueError: An entry is damaged.
@@ -155,7 +155,13 @@ class _Entries:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[_Entries]:
-    """Open an archive; a NotAllowedError in the block becomes the SourceError of this file."""
+    """Open an archive.
+
+    Raises:
+        SourceError: The file holds something that is not opened: the block raised a
+            NotAllowedError.
+        ValueError: The records are nested too deeply.
+    """
     try:
         with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
             yield _Entries(archive, _infos(archive, stream))

@@ -166,7 +166,11 @@ def _is_named_well(function: str, text: str) -> bool:
 
 
 def _operands(node: ast.AST, text: str) -> list[ast.expr]:
-    """Return what an operator joins; raise NotAllowedError if it is no operator of arithmetic."""
+    """Return the operands of an operator.
+
+    Raises:
+        NotAllowedError: It is no operator of arithmetic.
+    """
     if isinstance(node, ast.BinOp) and isinstance(node.op, _ARITHMETIC):
         return [node.left, node.right]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, _ARITHMETIC):

@@ -43,7 +43,7 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
     """Return a network as torch.export records it.
 
     Args:
-        contents: The contents of the file, which say what the network is traced on.
+        contents: The contents of the file, with the example that the network is traced on.
         network: The network of the contents, or one that was made of it.
 
     Raises:

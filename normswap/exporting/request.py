@@ -39,7 +39,7 @@ class ExportRequest:
         settings: The options of the file.
         size: The size (C, H, W) of an image, or of the first of the inputs.
         config: The preprocessing of images.
-        signature: The names of what goes in and comes out.
+        signature: The names of the inputs and outputs.
         inputs: Calls with all inputs, of a file that gives all outputs. It is empty where images go
             in and one answer comes out.
         imaged: Whether these inputs are images, for which the network gives several answers.
@@ -66,7 +66,11 @@ class ExportRequest:
         inputs: Inputs,
         settings: FileSettings,
     ) -> ExportRequest:
-        """Return the request of `export`'s arguments; raises OptionError as `export` does."""
+        """Return the request of `export`'s arguments.
+
+        Raises:
+            OptionError: An option does not fit the network or the format (`export`).
+        """
         network = network_input.require_module(model)
         network_input.check_values(network)
         source = copy.deepcopy(network).cpu().float().eval()

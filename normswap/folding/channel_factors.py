@@ -257,7 +257,7 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
     Args:
         model: The folded network.
         channels: Its groups of channels.
-        factors: One positive factor for each group, (groups,); the first one is 1.
+        factors: One positive factor for each group, (groups,). The first one is 1.
     """
     factors = factors.to(next(model.parameters()).device, torch.float64)
     for layer in channels.layers:

@@ -112,7 +112,7 @@ class Anatomy:
 
     Args:
         blocks: The residual blocks, in order of the forward pass.
-        norms: Every norm, in order of the forward pass; norms that forward does not reach come
+        norms: Every norm, in order of the forward pass. Norms that forward does not reach come
             last.
         refusals: (path, reason) for every module that could not be looked into.
         classifier: The path of the last linear layer before the output.

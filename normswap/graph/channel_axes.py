@@ -77,7 +77,7 @@ class Axis:
         dim: The dimension that holds the channels and nothing else. None where the channels share a
             dimension with something else.
         last: Whether `dim` is the last dimension.
-        pure: Whether every element belongs to a channel; False where a padding added zeros.
+        pure: Whether every element belongs to a channel. False where a padding added zeros.
     """
 
     size: int
@@ -143,7 +143,7 @@ class _Label:
     Args:
         size: The number of channels.
         stride: How many neighbouring elements share a channel.
-        pure: As in `Axis`.
+        pure: Whether every element belongs to a channel, as in `Axis`.
     """
 
     size: int

@@ -346,7 +346,7 @@ def record_once(
         heads: Whether auxiliary heads run, as in training (`modes.show_heads`).
 
     Raises:
-        TraceError: The network does not run on the example; the message says where it fails.
+        TraceError: The network does not run on the example. The message says where it fails.
     """
     copied = twin(model)
     if heads:

@@ -40,7 +40,7 @@ def evaluate(
     """Return top-1, top-5 and loss on the batches of `loader`.
 
     Args:
-        model: The network; it runs in eval mode and is not changed.
+        model: The network. It runs in eval mode and is not changed.
         loader: Batches of images (N, C, H, W), or of whatever the network takes, and labels (N,).
             The labels are the second of a pair, the last after the network's arguments, or
             "labels" in a dict of keywords.

@@ -100,7 +100,7 @@ def _batch(tensor: Tensor, name: str, dimensions: int, dtype: str, file: Path) -
 
     Args:
         tensor: One sample, or many.
-        name: The name of the input; empty where there is one.
+        name: The name of the input. Empty where there is one.
         dimensions: How many dimensions one sample has.
         dtype: The type of the input.
         file: The file that holds them.

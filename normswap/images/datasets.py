@@ -207,8 +207,9 @@ def split_for_calibration(
 
     Args:
         loader: All images.
-        first: How many are drawn to fit to; by default half of them, at most 512.
-        most: How many of the others are measured on at most; by default all.
+        first: The number of images that are drawn to fit to. By default it is half of them, at most
+            512.
+        most: The largest number of the others that are measured on. By default all are.
 
     Raises:
         OptionError: One of the two parts has no images.
@@ -236,7 +237,7 @@ def open_images(
         record: The network's record (`image_record`).
         data: The images, as in `make_loader`.
         split: Which part of a dataset that has parts.
-        transform: From a PIL image to a tensor.
+        transform: A function from a PIL image to a tensor.
         labelled: Whether labels are needed, as in `make_loader`.
 
     Raises:
@@ -593,7 +594,7 @@ class Outputs:
 
     Args:
         count: How many there are. None where the network does not say.
-        names: The names of all, in order; empty where it does not say.
+        names: The names of all, in order. Empty where it does not say.
     """
 
     count: int | None = None
@@ -666,7 +667,11 @@ def label_map(
 def _without_meaning(
     labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool
 ) -> tuple[dict[int, int], str]:
-    """Give every label the output -1, or raise SourceError where labels are needed."""
+    """Give every label the output -1.
+
+    Raises:
+        SourceError: Labels are needed.
+    """
     what = f"{origin} has no class folders"
     why = "labels are needed"
     if outputs.count == 0:

@@ -286,7 +286,7 @@ def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | No
     Source: Ioffe & Szegedy 2015, section 3.
 
     Args:
-        running_mean: The norm's running mean (C,); only its shape is read.
+        running_mean: The norm's running mean (C,). Only its shape is read.
         gamma: The learned scale (C,). None means 1.
         beta: The learned shift (C,). None means 0.
     """

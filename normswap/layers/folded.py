@@ -50,7 +50,7 @@ def folded(
     Args:
         old: The linear layer or convolution, y = W x + b.
         reads: The modules that are absorbed.
-        like: An empty tensor of the model's dtype; if that is float64, so is the copy.
+        like: An empty tensor of the model's dtype. If that is float64, so is the copy.
         takes: How each of `reads` is absorbed (`plan.AbsorbMode`).
         gain: The number by which the output is multiplied.
         in_gain: The number by which the input is multiplied.

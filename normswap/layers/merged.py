@@ -46,7 +46,7 @@ class Merged(PlannedLayer):
         Args:
             old: The convolution with the largest kernel.
             reads: The other terms of the sum, and the affine maps behind it.
-            like: An empty tensor of the model's dtype; if that is float64, so is the result.
+            like: An empty tensor of the model's dtype. If that is float64, so is the result.
             takes: `SUM` or `AFTER` for each of `reads`.
             skips: The number k of skip connections: terms of the sum that are the input x itself.
                 The network goes on adding k x behind the convolution. If a map s x + t follows the

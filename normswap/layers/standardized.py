@@ -147,7 +147,7 @@ class StandardizedConv(PlannedLayer):
         Args:
             old: The convolution.
             reads: The neighbours that are absorbed.
-            like: An empty tensor of the model's dtype; if that is float64, so is the result.
+            like: An empty tensor of the model's dtype. If that is float64, so is the result.
             mean: Whether each filter keeps its mean as one more parameter.
             padding: The padding of a convolution with a forward of its own
                 (`own_forwards.even_padding`). None means that of `old`.

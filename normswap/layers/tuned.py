@@ -38,7 +38,7 @@ class Tuned(PlannedLayer):
         Args:
             old: The convolution.
             reads: The norm behind it, and the neighbours that are folded.
-            like: An empty tensor of the model's dtype; if that is float64, so is the result.
+            like: An empty tensor of the model's dtype. If that is float64, so is the result.
             takes: `NORM` for the norm, another mode for each neighbour that is folded.
             options: Options of `folded` and of `SiteNorm.replacing`.
         """

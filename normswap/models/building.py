@@ -92,8 +92,8 @@ class BuildRequest:
         """Return all of it as keyword arguments.
 
         Args:
-            num_classes: The builder's word for the number of classes; by default timm's.
-            in_chans: The builder's word for the number of input channels; by default timm's.
+            num_classes: The builder's word for the number of classes. By default it is timm's.
+            in_chans: The builder's word for the number of input channels. By default it is timm's.
         """
         words = {num_classes: self.num_classes, in_chans: self.in_chans}
         given = {word: value for word, value in words.items() if value is not None}

@@ -363,7 +363,7 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
     """Yield every tensor in tuples, lists, dicts and records, with its name.
 
     Args:
-        value: The tensor, or what holds tensors.
+        value: The tensor, or the structure that holds tensors.
         name: The name of the value itself.
         depth: How many levels are looked into.
     """
@@ -398,7 +398,7 @@ def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any
 
     Args:
         value: The structure: tuples, lists, dicts and records.
-        change: Returns what stands in the place of a tensor.
+        change: Returns the replacement of a tensor.
         kinds: Further classes whose objects are changed as a whole.
     """
     if isinstance(value, (Tensor, *kinds)):

@@ -341,7 +341,7 @@ def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network
     """Return timm's record of a transformers network's images and classes.
 
     Args:
-        stated: The content of its preprocessor_config.json; empty where it has none.
+        stated: The content of its preprocessor_config.json. Empty where it has none.
         model: The network.
         origin: The name of the network in errors.
     """

@@ -98,7 +98,7 @@ def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.M
 
     Args:
         model: The network.
-        inputs: By name, the shape of an input without the batch, and its type.
+        inputs: The shape of each input without the batch, and its type, by name.
     """
     _record(model, {"inputs": {name: list(stated) for name, stated in inputs.items()}})
     return model

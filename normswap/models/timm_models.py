@@ -169,7 +169,7 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
 
     Args:
         find: Returns the path of the first of several files that a place has.
-        origin: How the place is named.
+        origin: The name of the place in errors.
         arguments: The user's arguments.
     """
     arch, cfg = _configured(find(("config.json",)), origin, arguments)

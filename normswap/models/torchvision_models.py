@@ -112,7 +112,7 @@ def _member(name: str, tag: str) -> models.WeightsEnum:
 
     Args:
         name: The builder.
-        tag: The name of the weights; empty for the default.
+        tag: The name of the weights. Empty for the default.
 
     Raises:
         SourceError: The builder has no such weights.

@@ -82,7 +82,7 @@ class Facts:
     """Everything that the page says.
 
     Args:
-        source: The MODEL that was converted; empty if it is not recorded.
+        source: The MODEL that was converted. Empty if it is not recorded.
         sha256: The hash of the source's tensors.
         arch: The architecture.
         steps: The scheme of each step, with its options, summary and paper.

@@ -33,7 +33,7 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
 
     Args:
         name: The word by which the target is asked for.
-        scheme: The record of the target; see `Scheme`.
+        scheme: The record of the target. See `Scheme`.
 
     Returns:
         The record, under its name.
@@ -75,7 +75,11 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Scheme:
-    """The scheme, purpose or step of that name; an OptionError names what there is."""
+    """Return the scheme, purpose or step of that name.
+
+    Raises:
+        OptionError: There is none of that name. The message lists the names.
+    """
     own = {**TARGETS, **PURPOSES, **STEPS}
     if name in own:
         return replace(own[name], name=name)
@@ -85,7 +89,11 @@ def get(name: str) -> Scheme:
 
 
 def check_target(name: str) -> None:
-    """Check that one can convert to the scheme; else an OptionError."""
+    """Check that one can convert to the scheme.
+
+    Raises:
+        OptionError: There is no such scheme, or it is a purpose.
+    """
     if name in PURPOSES:
         use = f"{spelled('to', metavar='SCHEME')}' with '{spelled('purpose', name)}"
         raise OptionError(f"{name} is no scheme", "it is what a network is for", f"Say '{use}'")
@@ -94,7 +102,11 @@ def check_target(name: str) -> None:
 
 
 def check_purpose(name: str | None) -> None:
-    """Check that the purpose is known; else an OptionError."""
+    """Check that the purpose is known.
+
+    Raises:
+        OptionError: The purpose is not known.
+    """
     if name is not None and name not in PURPOSES:
         raise OptionError(
             f"unknown purpose {name!r}", remedy=spelled("purpose", metavar="|".join(PURPOSES))

@@ -47,7 +47,7 @@ def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) ->
     Args:
         anatomy: The recorded network.
         alpha: The first value of the scalars, or `match`.
-        dropout: The probability of dropping a number; the paper has 0.2 on ImageNet, 0.6 on CIFAR.
+        dropout: The probability of dropping a number. The paper has 0.2 on ImageNet, 0.6 on CIFAR.
     """
     builder = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
     return drop_before_classifier(builder, dropout)

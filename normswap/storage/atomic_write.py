@@ -79,7 +79,11 @@ def whole(file: Path, write: Callable[[Path], object]) -> Path:
 
 
 def text(file: Path, content: str) -> Path:
-    """Write text in UTF-8, whole or not at all; an OutputError where it cannot be written."""
+    """Write text in UTF-8, whole or not at all.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
     return whole(file, lambda aside: aside.write_text(content, encoding="utf-8"))
 
 
@@ -114,8 +118,8 @@ def check_writable(file: Path, *, force: bool = False, package_of: Sequence[str]
         package_of: The names of a package's entries, the first of which marks it. Empty for a file.
 
     Raises:
-        OutputError: It exists, and `force` is not given; or its folder does not exist; or it is a
-            directory that is no such package, or that holds something else.
+        OutputError: It exists and `force` is not given, its folder does not exist, or it is a
+            directory that is no such package or holds something else.
     """
     left_behind.put_back(file)
     if file.is_dir() and not package_of:

@@ -59,8 +59,8 @@ def open_model(
     """Open any MODEL.
 
     Args:
-        source: A source of `zoo.open_source`, or what `save` wrote: a directory, its weights file
-            alone, or a repository of the hub.
+        source: A source of `zoo.open_source`, or a network that `save` wrote: a directory, its
+            weights file alone, or a repository of the hub.
         input_size: The size (C, H, W) of the network's images, if it states another or none.
         inputs: Shape and type of each input, by name, if the network takes no image.
         trust_factory: Whether a factory that the file names may be imported, as in `load`.
@@ -104,8 +104,8 @@ def save(
     Args:
         result: The conversion, or the network.
         directory: The place of the new directory.
-        arch: How to build the bare architecture, where the network does not know it itself. For a
-            factory of your own: `Arch("package.module:factory", kwargs, "factory")`.
+        arch: How to build the bare architecture, where the network does not know it itself. A
+            factory of your own is `Arch("package.module:factory", kwargs, "factory")`.
         force: Whether the files of a network that normswap or timm wrote before are replaced. If
             the place is a link, this happens in the directory that it points to. Whatever lies
             beside the files stays.

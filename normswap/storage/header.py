@@ -46,9 +46,9 @@ class Header(BaseModel):
         pretrained_cfg: The record of images and classes.
         report: The measurements of the conversion. None for a network that was not converted.
         hashes: The hash of all tensors of a file, by the file's name.
-        tensors: The hash of each tensor, by the file's name and its own; older files have none.
+        tensors: The hash of each tensor, by the file's name and its own. Older files have none.
         versions: The versions of the libraries that wrote it.
-        digest: The hash of all of the above; older files have none.
+        digest: The hash of all of the above. Older files have none.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)

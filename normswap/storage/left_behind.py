@@ -192,7 +192,11 @@ def _is_claimed(folder: Path) -> bool:
 
 
 def _restored(file: Path, folder: Path) -> str | None:
-    """Move the old files back to their places; returns why it cannot be done, or None."""
+    """Move the old files back to their places.
+
+    Returns:
+        The reason why it cannot be done, or None.
+    """
     names = _names_of(folder, file)
     old = _old(folder, file)
     moved_away = _entries(old)

@@ -207,7 +207,11 @@ def _identity_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: bool) -> str:
-    """Send files in one commit, and return its address; OutputError where the hub refuses."""
+    """Send files in one commit, and return its address.
+
+    Raises:
+        OutputError: The hub refuses the commit.
+    """
     operations = [client.CommitOperationAdd(name, content) for name, content in contents.items()]
     api = client.HfApi()
 
@@ -249,7 +253,11 @@ def _check_not_public(api: client.HfApi, repo: str) -> None:
 
 
 def _license_of_source(record: provenance.Provenance, folder: Path) -> str:
-    """Return the license of the source's weights; OptionError where nobody knows it."""
+    """Return the license of the source's weights.
+
+    Raises:
+        OptionError: Nobody knows the license.
+    """
     # The license on record is that of trained weights, not of random ones.
     stated = record.pretrained_cfg.get("license") if record.sha256 else None
     license = stated or _license_on_card(model_card.base_model(record))

@@ -29,7 +29,7 @@ def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> n
 
     Args:
         model: The source, which is not changed.
-        steps: The steps of a plan, in order; see `apply_step`.
+        steps: The steps of a plan, in order. See `apply_step`.
         double: Whether replaced layers are built in float64.
     """
     for step in steps:
@@ -182,7 +182,7 @@ def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
 
     Args:
         edit: The edit of a plan.
-        name: The name of a layer that follows; by default the edit's own.
+        name: The name of a layer that follows. By default it is the edit's own.
 
     Raises:
         PlanError: No layer has that name.

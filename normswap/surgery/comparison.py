@@ -93,7 +93,7 @@ def verify(
         result: The network that is measured.
         inputs: The inputs that both run on: a tensor, a tuple of arguments, a dict of keywords, or
             a list of batches of these. By default they are N(0, 1) noise.
-        input_size: The largest size (C, H, W) of the noise; by default the network's own.
+        input_size: The largest size (C, H, W) of the noise. By default it is the network's own.
         exact: Whether both should compute the same. If not, the report passes if the numbers are
             finite.
         seed: The seed of the noise.
@@ -118,14 +118,14 @@ def compare(
     """Run both networks in eval mode, on what the source is called with, and compare them.
 
     Args:
-        source: The source, and what it is called with.
+        source: The source, with its inputs.
         result: The network that is compared with it.
-        exact: Whether the result claims to compute what the source computes.
+        exact: Whether the result claims to compute the source's function.
         precise: The comparison in float64, on the beginning of the first batch (`compare_double`).
         traced: Whether errors are measured at every block of the source, too, and branches checked
             for life.
-        keeps_blocks: Whether an exact result claims the values at every block, too; else blocks are
-            measured, but not judged (a stream without its mean).
+        keeps_blocks: Whether an exact result claims the values at every block, too. Otherwise
+            blocks are measured, but not judged (a stream without its mean).
 
     Raises:
         VerificationError: One of them does not run, or the source differs from run to run.
@@ -358,10 +358,10 @@ def require_passed(network: Network, report: Report, scheme: str) -> None:
     Args:
         network: The source, which may be why.
         report: The measurements.
-        scheme: How errors call what was done.
+        scheme: The name of the scheme in errors.
 
     Raises:
-        WrongResultError: The result is wrong; it names the first block that is off.
+        WrongResultError: The result is wrong. It names the first block that is off.
         VerificationError: Nothing that was compared could have shown an error.
     """
     if report.passed:

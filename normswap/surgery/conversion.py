@@ -172,8 +172,8 @@ def convert(
         inputs: The network's inputs, on which it is recorded and verified: a tensor, a tuple of
             arguments, a dict of keywords, or a list of batches of these. By default it is N(0, 1)
             noise of `input_size`.
-        input_size: The size (C, H, W) of the noise; by default the size that the network states
-            (`network_input.size`).
+        input_size: The size (C, H, W) of the noise. By default it is the size that the network
+            states (`network_input.size`).
         seed: The seed of the noise, and of every draw while values are fitted.
         calibrate: Images for a scheme that fits values to data, and for a source whose norms have
             statistics per sample. It is batches of images (N, C, H, W), of (images, labels), or of

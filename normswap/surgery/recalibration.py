@@ -40,17 +40,17 @@ def recalibrate(
 
     Args:
         model: The network, or its record. It is not changed.
-        batches: Batches of one size of images (N, C, H, W), of (images, labels), or of what
-            `inputs` may be, or a function that gives such batches.
+        batches: Batches of one size, or a function that gives such batches. A batch is images (N,
+            C, H, W), (images, labels), or inputs as `inputs` has them.
         against: For a network without BatchNorm, the network before it was pruned, rounded or
             averaged, or all the networks whose average it is. The output of each layer gets back
             the mean and variance per channel that it has there (`restoring`). BatchNorms of these
             networks are folded first.
-        inputs: As in `convert`: the input that the change is measured on, and how the network is
-            called. By default it is noise.
+        inputs: The inputs that the change is measured on and the network is called with, as in
+            `convert`. By default they are noise.
         input_size: The size (C, H, W) of the noise.
-        progress: Called after each batch with the batches done and their total; with `against`,
-            after each layer.
+        progress: Called after each batch with the batches done and their total. With `against` it
+            is called after each layer.
         record: Values about the data that the plan records: `data`, `samples` and `batch_size`.
             With `against`, `means_only` gives back the means alone, by changing biases.
 
@@ -58,8 +58,8 @@ def recalibrate(
         The network, with how far its outputs are from those before.
 
     Raises:
-        RefusedError: There is no BatchNorm with running statistics, and no `against`; or there
-            are BatchNorms, and `against`.
+        RefusedError: There is no BatchNorm with running statistics and no `against`, or there are
+            both.
         OptionError: A key of `record` is unknown.
         SourceError: The images cannot be used, or a batch has fewer than two.
     """

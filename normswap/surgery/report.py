@@ -69,8 +69,8 @@ class Error:
         size: The size of the input.
         relative_l2: The distance |a - b| / |a|.
         largest: The largest difference, max |a - b| / max |a|.
-        agreement: The fraction of inputs, or of places in maps, with the same argmax. It is given
-            for logits of more than one class; otherwise it is None.
+        agreement: The fraction of inputs, or of places in maps, with the same argmax. It is None
+            unless it is an error at logits of more than one class.
         output: The name of the worst output, where there are several.
         answer: The output that the argmax is taken of, as in `Kept`.
         axis: The axis of the argmax, as in `Kept`.

@@ -115,9 +115,9 @@ def on_images(
     Args:
         source: The source.
         result: The converted network.
-        loader: Batches of images and labels; the label -1 says that there is none.
-        progress: Called with the number of images done and their total; twice over all images where
-            there are labels.
+        loader: Batches of images and labels. The label -1 says that there is none.
+        progress: Called with the number of images done and their total. Where there are labels all
+            images are counted twice.
 
     Raises:
         SourceError: There are no images, or the labels are no classes of the networks.

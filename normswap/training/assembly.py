@@ -137,7 +137,7 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
     Args:
         subject: The network before its conversion, which is not changed.
         recipe: The recipe.
-        say: A function that is called with what the user should know.
+        say: Called with each sentence that the user should read.
     """
     network = subject.network
     model = subject.source

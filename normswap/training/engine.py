@@ -71,8 +71,8 @@ class Result:
     """The result of a run.
 
     Args:
-        best: The directory of the network with the best validation accuracy, averaged or not;
-            without validation images, with the lowest training loss.
+        best: The directory of the network with the best validation accuracy, averaged or not.
+            Without validation images it is the network with the lowest training loss.
         last: The directory of the network after the last update.
         model: The network after the last update, in eval mode, on the CPU.
         rows: The rows of metrics.csv.
@@ -118,7 +118,7 @@ def finetune(
         device: One of auto, cpu, cuda and mps.
         track: One of auto (TensorBoard) and none, or a comma list of Accelerate's trackers.
         progress: A function that is called now and then, in the first process.
-        say: A function that is called with what the user should know, in the first process.
+        say: Called in the first process with each sentence that the user should read.
 
     Returns:
         Where the best and the last network are, and what was measured.
@@ -193,7 +193,7 @@ class TrainingRun:
         folder: The run's folder.
         blank: The network as training begins, for its structure.
         progress: A function that is called now and then. None in all processes but the first.
-        say: A function that is called with what the user should know.
+        say: Called with each sentence that the user should read.
     """
 
     def __init__(

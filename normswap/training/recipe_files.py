@@ -36,7 +36,11 @@ def names() -> list[str]:
 
 
 def text(name: str) -> str:
-    """Return a shipped recipe as it is written, comments and all; or raises RecipeError."""
+    """Return a shipped recipe as it is written, comments and all.
+
+    Raises:
+        RecipeError: No shipped recipe has this name.
+    """
     if name not in names():
         remedy = near(name, names(), "`normswap recipes` lists them.", 1)
         raise RecipeError(f"no recipe is called {name!r}", remedy=remedy)
@@ -47,7 +51,7 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the MODEL among the words of a command line, or None, and the KEY=VALUE overrides.
 
     Raises:
-        RecipeError: Two words are no overrides; only the MODEL may be one.
+        RecipeError: There are two words that are no overrides. Only the MODEL may be one.
     """
     overrides = [word for word in words if _OVERRIDE.match(word)]
     models = [word for word in words if not _OVERRIDE.match(word)]
@@ -65,8 +69,8 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
         overrides: `KEY=VALUE` overrides such as `optim.lr=0.05`.
 
     Raises:
-        RecipeError: Not found, not YAML, an unknown key, a wrong type or a value out of range; it
-            names key and file.
+        RecipeError: The recipe is not found or not YAML, or has an unknown key, a wrong type or a
+            value out of range. The message names key and file.
     """
     path = Path(name_or_file)
     plain = path.suffix not in _SUFFIXES and path.name == str(name_or_file)

@@ -235,8 +235,8 @@ class Folder:
         """Return the state, if this run may be continued from it.
 
         Raises:
-            SourceError: It cannot be read.
-            OptionError: It is that of another run; the error says what differs.
+            SourceError: The state cannot be read.
+            OptionError: The state belongs to another run. The message says what differs.
         """
         try:
             body = torch.load(self.state, map_location="cpu", weights_only=True)

@@ -67,7 +67,7 @@ class Line:
     Args:
         lr: The learning rate.
         runs: The number of runs that have ended.
-        mean: The mean of the best k top-1, in percent; of fewer, if fewer runs have succeeded.
+        mean: The mean of the best k top-1, in percent, or of fewer if fewer runs have succeeded.
         std: The standard deviation of the same runs as a sample. None for one run.
         counted: The number of runs that mean and std are of.
         lost: The number of runs that have ended without an accuracy.
@@ -252,7 +252,7 @@ class Sweep:
     """One worker's view of a sweep.
 
     Args:
-        recipe: The recipe of every run; its learning rate and seed are replaced.
+        recipe: The recipe of every run. Its learning rate and seed are replaced.
         subject: The other values that must be the same in all workers, such as the network's hash,
             by name.
         points: Every pair (lr, seed) to run.
@@ -298,7 +298,11 @@ class Sweep:
             )
 
     def _open(self, url: str) -> optuna.Study:
-        """Return the study of that name, made if it is not there; SourceError where that fails."""
+        """Return the study of that name, made if it is not there.
+
+        Raises:
+            SourceError: The storage cannot be opened.
+        """
         name = f"normswap {self.place.resolve().name}"
         why = ""
         for attempt in range(_ATTEMPTS):

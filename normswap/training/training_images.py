@@ -149,7 +149,7 @@ class Seeded(Dataset[Example]):
 
     Args:
         images: The images with their labels, by row.
-        rows: The rows that take part; an index counts them.
+        rows: The rows that take part. An index counts them.
         seed: The seed of the augmentation.
     """
 
@@ -277,7 +277,10 @@ def ignore_sigterm(worker: int) -> None:
 def places(data: DataPart) -> tuple[str, str | None]:
     """Return where the training and the validation images are, as `datasets.make_loader` takes it.
 
-    There may be no validation images. Raises SourceError: the recipe names no images at all.
+    There may be no validation images.
+
+    Raises:
+        SourceError: The recipe names no images at all.
     """
     if data.root is None:
         remedy = "Give --data PATH, or data.root in the recipe: the folder of the images"

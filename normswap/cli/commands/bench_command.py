@@ -98,7 +98,7 @@ def _contenders(
         model: A MODEL, or an exported file.
         files: Exported files of the MODEL.
         opening: How the MODEL is opened.
-        device: The device that the MODEL runs on; files run where their runtimes do.
+        device: The device that the MODEL runs on. Files run where their runtimes do.
 
     Returns:
         The contenders, the size of an image without the batch, and notes for the user.
