@@ -41,7 +41,8 @@ def show(
         body: The records that --json prints.
         as_json: Whether strict JSON is printed. Then nothing else is.
         print_body: Prints `body` for a person.
-        following: The words of the command that most people want next. Without words no such line is printed.
+        following: The words of the command that most people want next. Without words no such line
+            is printed.
     """
     if as_json:
         _print_all(body, lambda: say_json(plain(body)))
