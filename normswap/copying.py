@@ -78,7 +78,8 @@ def to_double(model: Module, memo: Memo | None = None) -> Module:
 
     Args:
         model: The network to copy.
-        memo: As for `duplicate`. None stands for an empty one.
+        memo: The copy of each object, by the object's identity, as in `duplicate`. None stands for
+            an empty one.
     """
     if memo is None:
         memo = {}
@@ -101,7 +102,7 @@ def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) ->
 
     Args:
         model: The network to copy.
-        memo: As for `duplicate`.
+        memo: The copy of each object, by the object's identity, as in `duplicate`.
         copy_tensor: Returns the copy of a parameter or buffer.
         whole: Whether tensors that are neither parameters nor buffers are copied too, and whether
             a module whose class defines how it is copied is copied in that way.

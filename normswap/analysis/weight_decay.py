@@ -190,9 +190,9 @@ def param_groups(
     Args:
         model: The network.
         weight_decay: The weight decay of the groups that decay.
-        policy: `kim2022`; `timm` (no decay of 1-D parameters, as
-            `timm.optim.param_groups_weight_decay`); `all`; `weights-only` (no gamma); or the roles
-            that decay, such as ["weight", "gamma_last"].
+        policy: The name of a policy, or the roles that decay, such as ["weight", "gamma_last"]. The
+            names are `kim2022`, `timm` (no decay of 1-D parameters, as
+            `timm.optim.param_groups_weight_decay`), `all`, and `weights-only` (no gamma).
         lr: The learning rate. With it a group's `lr` is `lr` times its scale. Without it a group
             carries its scale as `lr_scale`, by which timm's schedulers multiply. A group never has
             both.

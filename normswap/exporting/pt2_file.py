@@ -171,7 +171,7 @@ def load(file: Path) -> ExportedProgram:
 
     Raises:
         SourceError: The file holds something that could run code.
-        Exception: Whatever torch raises.
+        Exception: An error of torch's, where the file is damaged.
     """
     with quietly():
         return torch.export.load(rewritten_pt2(file))

@@ -168,7 +168,7 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str,
         The path of the linear layer, and the nodes of the products.
 
     Raises:
-        NotFoldable: As for `layer_scale_producer`.
+        NotFoldable: There is no such layer, or it cannot absorb a scale of its output.
     """
     traced = builder.traced
     tensor = traced.fetch(parameter)

@@ -167,7 +167,7 @@ class _Reading:
         traced: The whole recorded network.
         record: The record to read: `traced` itself, or one of its other records.
         nodes: For each node of `record`, in order, the node that the result names in its place.
-        is_identity: As in `find_axes`.
+        is_identity: Tells of a node whether it passes its input on unchanged.
     """
 
     def __init__(

@@ -59,17 +59,17 @@ def classify(
     """Classify every image of `loader`.
 
     Args:
-        model: As in `evaluate`.
-        loader: As in `evaluate`.
-        progress: As in `evaluate`.
+        model: The network. It runs in eval mode and is not changed.
+        loader: Batches of images and labels, as in `evaluate`.
+        progress: Called after each batch with the images done and their total (0 when unknown).
 
     Returns:
-        What `evaluate` returns, and the answers (N,), the class of the highest score of each image
-        in the order of the loader.
+        The measurements, as `evaluate` returns them, and the answers (N,): the class with the
+        highest score of each image, in the order of the loader.
 
     Raises:
-        SourceError: As in `evaluate`.
-        OptionError: As in `evaluate`.
+        SourceError: There are no images, none that the network takes, or no labels of its classes.
+        OptionError: The network does not classify.
     """
     total = getattr(loader, "count", 0)
     start = time.perf_counter()

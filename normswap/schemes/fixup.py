@@ -23,7 +23,7 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
 
     Args:
         anatomy: The recorded network.
-        init: `keep` keeps the weights; `fixup` resets them as the paper does.
+        init: The start of the weights. `keep` keeps them. `fixup` resets them as the paper does.
     """
     check_blocks(anatomy)
 

@@ -245,7 +245,7 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
         track: The trackers, as `trackers` takes them.
 
     Raises:
-        RecipeError: What was given is no recipe.
+        RecipeError: The argument `recipe` is no recipe.
         OptionError: There is no such device or precision, or accelerate is not installed.
     """
     if not isinstance(recipe, Recipe):
