@@ -36,15 +36,16 @@ class ChannelMoments:
 
     @classmethod
     def none(cls, channels: int, device: torch.device | None = None) -> ChannelMoments:
+        """Return the moments of no values, to which values are added."""
         return cls(0, *torch.zeros(2, channels, dtype=torch.float64, device=device))
 
     @property
     def variance(self) -> Tensor:
-        """Unbiased, as the running variance of a BatchNorm is."""
+        """The unbiased variance of each channel (C,), as a BatchNorm stores it."""
         return self.square / (self.count - 1)
 
     def add(self, values: Tensor) -> None:
-        """Add values (C, N)."""
+        """Merge values (C, N) into the moments, in place."""
         count = self.count + values.shape[1]
         mean = values.mean(1)
         apart = mean - self.mean
@@ -56,24 +57,35 @@ class ChannelMoments:
 
 
 class ChannelLine:
-    """The least-squares line from x to y in each of C channels, streamed; float64."""
+    """The least-squares line from x to y in each of C channels.
+
+    Values are streamed, and summed in float64.
+    """
 
     def __init__(self, channels: int, device: torch.device) -> None:
         self.count = 0
         self.sums = torch.zeros(4, channels, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add values (C, N) and what they should become."""
+        """Add values to the sums, in place.
+
+        Args:
+            x: The values that the line maps, (C, N).
+            y: The values that the line should give for them, (C, N).
+        """
         self.count += x.shape[1]
         self.sums += torch.stack([x.sum(1), y.sum(1), x.square().sum(1), (x * y).sum(1)])
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance (C,) of x."""
+        """Return mean and variance of x, each (C,)."""
         mean, _, square, _ = self.sums / self.count
         return mean, (square - mean.square()).clamp_min(0)
 
     def fitted(self) -> tuple[Tensor, Tensor]:
-        """Slope and offset (C,); a channel that is constant gets the slope 0."""
+        """Return slope and offset of each channel's line, each (C,).
+
+        A channel in which x is constant gets the slope 0.
+        """
         mean, variance = self.moments()
         _, target, square, product = self.sums / self.count
         varies = variance > 1e-12 * square
@@ -85,16 +97,24 @@ class ChannelLine:
 
 @dataclass(frozen=True)
 class Measured:
-    """The moments of each layer's input by its path, and the number of images."""
+    """The measured moments of layers' inputs.
+
+    Args:
+        moments: The moments of each layer's input, by the layer's path.
+        images: The number of images that were measured.
+    """
 
     moments: dict[str, ChannelMoments]
     images: int
 
     def store(self, norms: Mapping[str, Any]) -> None:
-        """Set the running statistics of the norms at the same paths, in place.
+        """Set the running statistics of norms to the measured moments, in place.
+
+        Args:
+            norms: The norms, by the path of the layer whose input was measured.
 
         Raises:
-            VerificationError: A variance is larger than its dtype can hold.
+            VerificationError: A variance is larger than its norm's dtype can hold.
         """
         for path, moments in self.moments.items():
             norms[path].running_mean.copy_(moments.mean)
@@ -118,10 +138,11 @@ def measure(
         model: The network that runs. Nothing in it is changed.
         layers: The layers to watch, by path. Each reads a tensor (N, C, ...).
         batches: Images as the network takes them. See `checked`.
-        progress: Called with the number of batches that are done, and of all of them.
+        progress: Called with the number of batches that are done, and the number of all batches.
 
     Raises:
-        SourceError: The images are unusable, or there are none.
+        SourceError: The images are unusable, there are none, or a layer reads one value per
+            channel.
         VerificationError: A layer reads values that are not finite.
     """
     moments: dict[str, ChannelMoments] = {}
@@ -159,5 +180,6 @@ def measure(
 def _add_input(
     moments: dict[str, ChannelMoments], path: str, _: nn.Module, args: tuple[Tensor, ...]
 ) -> None:
+    """Add the input of the layer at `path` to its moments, in place: a forward pre-hook."""
     values = args[0].detach().double().transpose(0, 1).flatten(1)
     moments.setdefault(path, ChannelMoments.none(len(values), values.device)).add(values)

@@ -1,4 +1,8 @@
-"""Values that reach layers, on the user's images or on dead leaves (`synthetic_images.leaves`)."""
+"""Values that reach layers, on the user's images or on dead leaves.
+
+Dead leaves (`synthetic_images.leaves`) are random shapes with the edges and the spectrum of
+photographs. They are used if the user gave no images, and beside images that may be too few.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -14,9 +18,10 @@ from normswap.models import network_input
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import evaluating, hooked
 
+# The number of images of dead leaves, and of those in a batch.
 COUNT = 128
 BATCH = 64
-# The side of an image of dead leaves at most, by its number of dimensions.
+# The largest side of an image of dead leaves, by its number of dimensions.
 LARGEST = {1: 4096, 2: 128, 3: 32}
 
 Value = TypeVar("Value")
@@ -29,7 +34,17 @@ def observed(
     examples: Iterable[Example],
     observe: Callable[[nn.Module, Tensor], Value],
 ) -> dict[str, list[Value]]:
-    """By path, `observe(layer, x)` of what each layer reads, x (N, C, places), for each call."""
+    """Run a network in eval mode, and return what a function makes of each layer's inputs.
+
+    Args:
+        model: The network.
+        layers: The layers whose inputs are observed, by path.
+        examples: The calls of the network.
+        observe: A function of a layer and its input, flattened to x (N, C, places).
+
+    Returns:
+        The results of `observe` for each layer, by path, one for each call.
+    """
     values: dict[str, list[Value]] = {}
 
     def look(path: str, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -46,9 +61,14 @@ def observed(
 
 
 def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the means and the mean squares of each image's channels, (2, N, C) in float64.
+    """Return the mean and the mean square of each channel in each image, (2, N, C) in float64.
 
-    Both are taken about the mean that the norm expects, its running mean.
+    Both are taken about the running mean of the norm, so that large means do not cancel the
+    variances.
+
+    Args:
+        norm: The norm that reads x.
+        x: The norm's input, (N, C, places).
     """
     about = x - _expected(norm)[0].to(x.dtype)[:, None]
     square = torch.linalg.vector_norm(about, dim=2).double().square() / x.shape[2]
@@ -58,8 +78,8 @@ def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
 def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the mean and variance that a layer expects of its input, in float64.
 
-    A norm expects its running statistics. A layer without statistics gets 0 and 1, because its
-    input is whitened.
+    A norm expects its running statistics. The input of a layer without statistics is whitened, so
+    that layer expects 0 and 1.
     """
     if affine.holds_statistics(layer):
         return affine.statistics(layer)
@@ -71,9 +91,17 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
 def dead_leaves(
     model: nn.Module, example: Example, norms: Mapping[str, nn.Module]
 ) -> list[Example]:
-    """Batches of dead leaves as calls like `example`; none where the network takes no such images.
+    """Return batches of dead leaves as calls of the network.
 
-    Their standard deviation gives the first norm its running variance.
+    The images are scaled so that the input of the first norm has its running variance.
+
+    Args:
+        model: The network.
+        example: A call, whose images are replaced by dead leaves.
+        norms: The norms that the images are made for, by path.
+
+    Returns:
+        The calls. There are none if the network does not run on such images.
     """
     like = anchor(model)
     for size in _sizes(model, example.size):
@@ -96,7 +124,14 @@ def dead_leaves(
 
 
 def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
-    """Sizes to try, small ones first; none of inputs that are no images, signals or clips."""
+    """Return the sizes (C, ...) of dead leaves to try, small ones first.
+
+    The list is empty if the network's inputs are no images, signals or clips.
+
+    Args:
+        model: The network.
+        recorded: The size of the images that the network was recorded with.
+    """
     made_for = network_input.candidates(model)[0]
     # At the recorded size the last layers of networks for photographs have few positions.
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded

@@ -1,4 +1,7 @@
-"""Calibration batches as calls of a network, on its device; what cannot be one is named."""
+"""Calibration batches as calls of a network, on its device.
+
+A batch that the network cannot be called with raises an error that says why.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,8 +11,8 @@ from torch import nn
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
 
-# The most numbers in the images of a part. Then a network's values fit into memory that was used
-# before, and a CPU spends more time on new memory than on products.
+# The images of a part have at most so many numbers. The network's values then fit into memory that
+# the process already has. A CPU spends more time on getting new memory than on products.
 NUMBERS = 2**20
 
 
@@ -66,6 +69,7 @@ def first_images(model: nn.Module, batches: Iterable[object], count: int) -> Ite
 
 
 def _check_images(example: Example, index: int) -> None:
+    """Raise SourceError if batch number `index` holds no images, or values that are not finite."""
     tensors = example.tensors()
     floats = [t for t in tensors if t.is_floating_point()]
     if not tensors or (not example.listed and example.images.ndim < 2):
@@ -84,10 +88,15 @@ def _check_images(example: Example, index: int) -> None:
 def run(
     model: nn.Module, example: Example, what: str = "the calibration images do not fit the network"
 ) -> object:
-    """Return the network's output.
+    """Return the network's output for a call.
+
+    Args:
+        model: The network.
+        example: The call.
+        what: The first words of the error.
 
     Raises:
-        SourceError: The network does not run on the example.
+        SourceError: The network does not run on these images.
     """
     try:
         return example.call(model)
@@ -97,14 +106,23 @@ def run(
 
 
 def misfit(error: Exception, what: str, example: Example) -> NormswapError:
-    """The error for what a network raises on a batch; an error of normswap's stays as it is."""
+    """Return the error that tells the user what a network raised on a batch.
+
+    Args:
+        error: The exception that the network raised. A `NormswapError` is returned as it is.
+        what: The first words of the new error.
+        example: The call that raised it.
+    """
     if isinstance(error, NormswapError):
         return error
     return SourceError(what, first_line(error), remedy_for(example))
 
 
 def remedy_for(example: Example) -> str:
-    """How to give images that a network does not take; empty for floating-point ones."""
+    """Return the advice to give floating-point images, for images that are integers.
+
+    The advice is empty if a tensor of the call is floating-point already.
+    """
     tensors = example.tensors()
     if any(tensor.is_floating_point() for tensor in tensors):
         return ""

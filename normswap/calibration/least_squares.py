@@ -1,8 +1,9 @@
 """Streamed least squares: the best weights of a layer, from moments of its inputs and targets.
 
-Only covariances are stored. A block of rows is summed about a point near its mean, in the rows'
-precision; blocks are summed in float64. Images go in turn to two folds. The ridge is chosen by the
-error on the second fold of weights that were fitted on the first.
+Only covariances are stored. The rows of a block are summed about a point near their mean, in the
+rows' precision; the sums of blocks are added in float64. Images go in turn to two folds. For each
+ridge, weights are fitted on the first fold. The ridge whose weights err least on the second fold is
+chosen.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# The ridges that are tried, in units of the mean diagonal of the covariance.
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-# The largest block has so many rows, and so many numbers.
+# Rows are summed when so many are waiting, or fewer if a row has many numbers.
 _BLOCK = 4096
 _NUMBERS = 2**22
 # For patches of at least so many numbers, NumPy's symmetric product is faster than torch's.
 _WIDE = 128
-# At most so many targets choose the ridge.
+# About so many of a layer's targets are compared when the ridge is chosen.
 _JUDGED = 128
 
 
@@ -56,7 +58,7 @@ class Moments:
 
     @classmethod
     def like(cls, x: Tensor, y: Tensor, *, biased: bool = True) -> Moments:
-        """Empty moments about the means of a first batch (`add`)."""
+        """Return empty moments, about the means of a first batch that `add` has yet to add."""
         x0, y0 = (rows.mean([*range(1, rows.ndim - 1)], dtype=torch.float64) for rows in (x, y))
         groups, fan = x0.shape
         out = y0.shape[1]
@@ -86,6 +88,7 @@ class Moments:
             self.flush()
 
     def flush(self) -> None:
+        """Add the rows that are waiting to the sums."""
         if self.waiting:
             x, y = (torch.cat(rows, 1) for rows in zip(*self.waiting, strict=True))
             self.waiting = []
@@ -96,6 +99,7 @@ class Moments:
             self.xy += y.transpose(1, 2) @ x
 
     def __add__(self, other: Moments) -> Moments:
+        """Return the moments of the rows of both, which must be about the same points."""
         self.flush()
         other.flush()
         sums = {
@@ -105,7 +109,7 @@ class Moments:
         return replace(self, **sums)
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Of x (G, f) and of y (G, o)."""
+        """Return the means of x (G, f) and of y (G, o)."""
         self.flush()
         return self.x0 + self.x / self.count, self.y0 + self.y / self.count
 
@@ -133,6 +137,7 @@ class Moments:
 
 
 def _about(rows: Tensor, point: Tensor) -> Tensor:
+    """Return rows (G, ..., f) less a point (G, f), as (G, n, f) in float32 or more."""
     precision = torch.promote_types(rows.dtype, torch.float32)
     return rows.flatten(1, -2).to(precision) - point[:, None].to(precision)
 
@@ -152,10 +157,10 @@ def _squared(x: Tensor) -> Tensor:
 
 @dataclass
 class Folds:
-    """The moments of the even images and those of the odd ones, as two halves.
+    """The moments of the even images, and the moments of the odd images.
 
     Args:
-        halves: The two `Moments`, empty until the first batch is added.
+        halves: The two `Moments`. The list is empty until the first batch is added.
         biased: Whether the fitted map has a bias.
         images: The number of images that were added.
     """
@@ -165,7 +170,12 @@ class Folds:
     images: int = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add rows x (N, G, p, f) and y (N, G, p, o) of N images."""
+        """Add the rows of N images, each image to one half, in turn.
+
+        Args:
+            x: The inputs, (N, G, p, f).
+            y: The targets, (N, G, p, o).
+        """
         if not self.halves:
             self.halves = [
                 Moments.like(x.transpose(0, 1), y.transpose(0, 1), biased=self.biased)
@@ -178,6 +188,7 @@ class Folds:
         self.images += len(x)
 
     def total(self) -> Moments:
+        """Return the moments of all images."""
         return self.halves[0] + self.halves[1]
 
 
@@ -215,7 +226,13 @@ class Kernel:
             damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
-        """Return the weights V (G, o, f) of `regress`, from the covariance of y with x."""
+        """Return the weights V (G, o, f); `regress` has the formula.
+
+        Args:
+            cross: The covariance B of y with x, (G, o, f).
+            prior: The weights towards which V shrinks, (G, o, f).
+            zero_sum: The vector u (G, f) for which V u = 0 must hold. None asks for nothing.
+        """
         weight = torch.cholesky_solve((cross + self.damp * prior).mT, self.factor).mT
         if zero_sum is not None:
             u = zero_sum[:, :, None]
@@ -227,7 +244,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Fit:
-    """The fitted weights V (G, o, f), biases (G, o) and the ridge."""
+    """The result of a regression.
+
+    Args:
+        weight: The fitted weights V, (G, o, f).
+        bias: The fitted biases, (G, o).
+        ridge: The ridge that was chosen.
+    """
 
     weight: Tensor
     bias: Tensor
@@ -259,8 +282,8 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> F
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
     """Return the ridge of `RIDGES` that predicts the second half of the images best.
 
-    Weights are fitted on the first half, with growing ridges; the search ends where the error on
-    the second half rises.
+    Weights are fitted on the first half, with growing ridges. The search ends at the first ridge
+    that does not lower the error on the second half.
     """
     fitted, other = halves
     if min(fitted.count, other.count) < 2:

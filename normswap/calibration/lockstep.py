@@ -1,7 +1,7 @@
 """Several networks run over the same images, in lockstep, from one layer to the next.
 
-At each stop the values that later nodes read are stored, batch by batch. The next stop continues
-from them.
+At each stop the values that later nodes read are stored, batch by batch. The run to the next stop
+continues from these values.
 """
 
 import copy
@@ -22,7 +22,7 @@ from normswap.graph.tracing import Traced, apply
 from normswap.models.calling import Example
 
 Values: TypeAlias = dict[str, Any]
-# Under this name the values hold the key of the record that the images follow.
+# The entry of this name in `Values` is the key of the record that the images follow.
 SIZE = ""
 # Tensors of at least so many bytes are stored in mapped files.
 LARGE = 2**20
@@ -31,8 +31,8 @@ LARGE = 2**20
 class Interpreter:
     """One network that is run node by node.
 
-    It has a record of its operations for each size of its input, or for each input where the values
-    decide which operations run.
+    The interpreter keeps a record of the network's operations for each size of the input. If the
+    values of an input decide which operations run, it keeps a record for each input.
     """
 
     def __init__(self, model: nn.Module, example: Example) -> None:
@@ -48,7 +48,14 @@ class Interpreter:
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
 
     def start(self, example: Example) -> Values:
-        """The values before the first node: the inputs, and the key of the record."""
+        """Return the values before the first node: the inputs, and the key of the record.
+
+        Args:
+            example: The call whose inputs are taken. It is recorded if its size is new.
+
+        Raises:
+            SourceError: The network runs other operations for this call than for the first.
+        """
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)
@@ -69,9 +76,16 @@ class Interpreter:
         return {**dict(zip(entries, example.tensors(), strict=True)), SIZE: key}
 
     def run(self, values: Values, begin: int, end: int) -> Values:
-        """Return the values after the nodes from `begin` up to, but not including, `end`.
+        """Compute the nodes from `begin` up to, but not including, `end`.
 
-        Values that no later node reads are dropped.
+        Args:
+            values: The values before `begin`, which are changed in place. A node whose value is
+                among them is not computed.
+            begin: The index of the first node.
+            end: The index of the node at which the run stops.
+
+        Returns:
+            The same values, without those that no later node reads.
         """
         record = self.records[values[SIZE]]
         for i in range(begin, end):
@@ -97,8 +111,10 @@ class Interpreter:
 class Lockstep:
     """Networks in eval mode that advance together, and each batch's values where they stopped.
 
-    The networks are recorded on the first batch (`checked`). The first `mirrored` images are
-    followed by their mirror images.
+    Args:
+        models: The networks, which are recorded on the first batch.
+        batches: Images as the networks take them. See `checked`.
+        mirrored: The number of images, from the first on, whose mirror images are added.
 
     Raises:
         SourceError: The batches do not fit the networks, or hold fewer than two images.
@@ -109,7 +125,7 @@ class Lockstep:
         self, models: Sequence[nn.Module], batches: Iterable[object], *, mirrored: int = 0
     ) -> None:
         self.batches: list[list[Values]] = []
-        # Images, and rows of the stored batches: mirror images count here.
+        # The number of the user's images, and the number of stored ones with the mirror images.
         self.images = self.rows = 0
         examples = checked(models[0], batches)
         first = next(examples, None)
@@ -125,7 +141,7 @@ class Lockstep:
                 error.why or error.what,
                 remedy_for(first),
             ) from None
-        # A forward that fixes its number of images runs on the whole batch only.
+        # A forward that is written for one batch size cannot run on parts of the batch.
         whole = not all(_takes_one(model, first) for model in models)
 
         for model in models:
@@ -144,6 +160,7 @@ class Lockstep:
             raise SourceError(f"{self.images} calibration images", "at least 2 are needed")
 
     def _store(self, example: Example) -> None:
+        """Add a call to the stored batches, before its first node."""
         self.rows += example.count
         # Each network gets a copy: the first layer may write in place.
         starts = [interpreter.start(example.map(torch.clone)) for interpreter in self.interpreters]
@@ -151,10 +168,12 @@ class Lockstep:
 
     @torch.no_grad()
     def run_to(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
-        """Run each network up to its node in `nodes`, and yield each batch's values there.
+        """Run each network up to its node, and yield each batch's values there.
 
-        The node itself is not run.
-        The caller may add the value of that node.
+        The node itself is not run. The caller may add the node's value to the yielded values.
+
+        Args:
+            nodes: The node of each network, in the order of the networks.
 
         Raises:
             VerificationError: After the last batch, if a value was NaN or infinite.
@@ -191,7 +210,7 @@ class Lockstep:
                     _stored(values, before) for values, before in zip(batch, stored, strict=True)
                 ]
 
-        # One question for all batches, as a device is waited for.
+        # Reading an answer waits for the device, so all batches are asked at once.
         if finite and not bool(torch.stack(finite).all()):
             raise VerificationError(
                 "the network gives values that are not finite on the calibration images"
@@ -202,7 +221,13 @@ class Lockstep:
 
 
 def _stored(values: Values, before: Values) -> Values:
-    # Views of one memory stay in it: a network may write into one and read the other.
+    """Return values as they are stored: new large tensors move into mapped files.
+
+    Args:
+        values: The values at a stop.
+        before: The values that are stored already, which are kept as they are.
+    """
+    # A network may write into one view of a memory and read another, so views are not copied apart.
     sharing = Counter(
         value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, Tensor)
     )
@@ -216,11 +241,11 @@ def _stored(values: Values, before: Values) -> Values:
 
 
 def _mapped(value: Tensor) -> Tensor:
-    """Return a copy in a mapped temporary file.
+    """Return a copy in a mapped temporary file, which the system can write to disk.
 
-    The system can write it to disk where memory is short.
+    The tensor itself is returned if the disk is nearly full.
     """
-    # On a full disk, writing to a mapped file ends the process.
+    # Writing to a mapped file on a full disk kills the process.
     if shutil.disk_usage(tempfile.gettempdir()).free < 2 * value.nbytes:
         return value
     with tempfile.NamedTemporaryFile(prefix="normswap-") as file:
@@ -229,6 +254,7 @@ def _mapped(value: Tensor) -> Tensor:
 
 
 def _loaded(values: Values, device: torch.device) -> Values:
+    """Return stored values with the tensors of mapped files on the device."""
     loaded = dict(values)
     for name, value in values.items():
         if (

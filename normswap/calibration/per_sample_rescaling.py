@@ -4,8 +4,10 @@ Such a norm subtracts each sample's group mean and divides by its group deviatio
 compensate the sign and scale of a channel. Correlated channels cancel in the group's mean where
 their signs differ. For independent channels, where one deviation of channel c moves the output by
 a_c, the best deviations are sqrt(a_c): sum(phi^2) sum(a^2 / phi^2) has its minimum at phi^4 = a^2.
-From there, with the signs of `least_sum`, gradient descent lowers `NormInputs.loss`. Means and mean
-squares come from dead leaves and from the user's images.
+From there, with the signs of `least_sum`, gradient descent lowers `NormInputs.loss`.
+
+The loss needs each image's mean and mean square per channel. These come from dead leaves, so that
+no images are needed, and from the user's images if there are any.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ from normswap.plan import Body, Step
 MOST = 256
 # The search for signs starts from so many random ones.
 STARTS = 8
-# Steps and learning rate of the descent, and the largest change of a scale's logarithm.
+# The descent has so many steps with this learning rate, and changes a scale's logarithm at most by
+# FARTHEST.
 STEPS = 24
 RATE = 0.12
 FARTHEST = 1.5
-# This share of the channels' own variances of means is added, as their correlations may be chance.
+# On few images correlations between channels may be chance. So this share of what uncorrelated
+# channels would cost is added to the loss.
 CHANCE = 0.2
 # Lower bounds of a channel's cost and variance, in units of its group's mean.
 LEAST_COST = 0.03
@@ -49,7 +53,10 @@ Numbers = npt.NDArray[np.float64]
 
 
 def rescalable(step: Step) -> dict[str, Body]:
-    """The arguments of the norms of a step before which channels may be rescaled, by path."""
+    """Return the arguments of each norm of a step whose input may be rescaled, by path.
+
+    These are the GroupNorms with an eps of their own.
+    """
     return {
         edit.path: edit.args
         for edit in step.edits
@@ -61,14 +68,26 @@ def rescalable(step: Step) -> dict[str, Body]:
 def choose_rescaling(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Rescale the channels before each norm of both networks, in place.
+    """Rescale the channels before each norm so that statistics per sample cost least, in place.
 
-    The target (`groupnorm.fitting_target`) computes the same function before and after.
+    Scales are chosen for the GroupNorms of the result. Both networks get the same scales, so that
+    the result can be fitted to the target layer by layer.
+
+    Args:
+        target: The network that the result is fitted to, with BatchNorms in place of the GroupNorms
+            (`groupnorm.fitting_target`). It computes the same function before and after.
+        result: The network with GroupNorms.
+        step: The step of the plan that made the result.
+        example: A call of the networks, for the form of the dead leaves.
+        batches: Calls with the user's images. There are none if the user gave none.
     """
     args = rescalable(step)
+    # By the path of a norm, the path of the convolution before it, which holds the norm's scales.
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
     norms = {path: without_lead(target.get_submodule(path)) for path in args}
 
+    # Dead leaves are always among the images, so that scales can be chosen without the user's, and
+    # so that a few images do not decide alone.
     inputs: dict[str, NormInputs] = {}
     for images in (dead_leaves(target, example, norms), first_images(target, batches, MOST)):
         for path, moments in observed(target, norms, images, image_moments).items():
@@ -85,15 +104,18 @@ def choose_rescaling(
         shift = -scale * norm.running_mean.double()
         for network in (target, result):
             rescale_output(rescaling_layer(network, path, holders), scale, shift)
+
+        # The target's BatchNorm undoes the rescaling. The result's GroupNorm gets the map that the
+        # BatchNorm then has, for an average sample.
         follow_rescaling(norm, scale, shift)
-        stand_in = without_lead(result.get_submodule(path))
-        set_average_map(stand_in, affine.read_map(norm), *affine.statistics(norm))
+        group_norm = without_lead(result.get_submodule(path))
+        set_average_map(group_norm, affine.read_map(norm), *affine.statistics(norm))
 
 
 def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
     """Return the signed scales (C,) of each norm, by path.
 
-    Norms of one shape go through one descent together, which takes fewer calls of torch.
+    Norms whose inputs have the same shape share one descent, which takes fewer calls of torch.
     """
     alike: dict[torch.Size, list[str]] = {}
     for path, norm_inputs in inputs.items():
@@ -112,11 +134,12 @@ class NormInputs:
     """The inputs of a norm with G groups of c channels, and the cost of errors there.
 
     Args:
-        means: Each image's mean per channel, (G, N, c), minus the mean of all images.
-        squares: Each image's mean square per channel, (G, N, c), about the mean of all images.
+        means: The mean of each channel in each image, less the mean over all images, (G, N, c).
+        squares: The mean square of each channel in each image about the same mean, (G, N, c).
         var: The running variance of each channel, (G, c).
-        effect: The cost of a squared error in a channel, (G, c).
-        eps: The norm's eps, (G, 1), in units of a group of mean variance.
+        effect: The cost of a squared error in each channel, (G, c).
+        eps: The eps that counts for each group, (G, 1): the norm's eps times the group's mean
+            variance over the mean variance of all groups.
     """
 
     means: Tensor
@@ -129,18 +152,25 @@ class NormInputs:
     def of(
         cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float
     ) -> NormInputs:
-        """Read what a norm's channels are on images: means and mean squares (N, C) of each image.
+        """Return the inputs of a norm, each channel scaled to its running variance.
 
-        A squared error of channel c costs (gamma_c / deviation_c)^2. Every channel is scaled to its
-        running variance: the network was not trained on dead leaves, and a channel that is nearly
-        constant on them would dominate its group on other images.
+        The network was not trained on dead leaves. A channel that is nearly constant on them would
+        get a large scale, and dominate its group on other images. A squared error of channel c
+        costs (gamma_c / deviation_c)^2.
+
+        Args:
+            means: The mean of each channel in each image, (N, C).
+            squares: The mean square of each channel in each image, (N, C).
+            norm: The target's BatchNorm.
+            groups: The number of groups of the result's GroupNorm.
+            eps: The eps of the result's GroupNorm.
         """
         effect = affine.read_map(norm)[0].square()
         effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre
-        # Rounding can give a constant channel less than this, and its mean would outweigh all
-        # others.
+        # A mean square is no smaller than the squared mean. Rounding can make it smaller in a
+        # constant channel, whose mean would then outweigh all others.
         squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
         x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares))
         effect, var = (
@@ -163,7 +193,10 @@ class NormInputs:
 
     @classmethod
     def joined(cls, inputs: Iterable[NormInputs]) -> NormInputs:
-        """The groups of all inputs, which have as many images, and channels to a group."""
+        """Return the groups of all inputs in one record.
+
+        All inputs must have the same number of images, and of channels in a group.
+        """
         tensors = zip(
             *((each.means, each.squares, each.var, each.effect, each.eps) for each in inputs),
             strict=True,
@@ -171,12 +204,13 @@ class NormInputs:
         return cls(*(torch.cat(values) for values in tensors))
 
     def beside(self, other: NormInputs) -> NormInputs:
+        """Return the same norm's inputs on these images and on the other ones."""
         means = torch.cat([self.means, other.means], 1)
         squares = torch.cat([self.squares, other.squares], 1)
         return NormInputs(means, squares, self.var, self.effect, self.eps)
 
     def least_costly(self) -> Tensor:
-        """Signed scales (C,) with a low loss, which keep each group's mean variance."""
+        """Return signed scales (C,) with a low loss, which keep each group's mean variance."""
         scale = self._with_mean_variance(self._by_cost())
         x = self.means * scale[:, None] / self.means.shape[1] ** 0.5
         signs = np.stack([least_sum(group.T @ group) for group in x.double().numpy()])
@@ -184,16 +218,22 @@ class NormInputs:
             return self.descended(scale * torch.from_numpy(signs).float()).flatten().double()
 
     def _by_cost(self) -> Tensor:
-        """Scales (G, c) that give each channel the deviation sqrt(a) of the module's docstring."""
+        """Return scales (G, c) that give each channel the best deviation if it is independent.
+
+        That deviation is the sqrt(a_c) of the module's docstring.
+        """
         cost = (self.effect * self.var) ** 0.25
         cost = cost.clamp_min(1e-30).maximum(LEAST_COST * cost.mean(1, keepdim=True))
         return cost / self.var.maximum(LEAST_VARIANCE * self.var.mean(1, keepdim=True)).sqrt()
 
     def _with_mean_variance(self, scale: Tensor) -> Tensor:
+        """Return scales (G, c) times a factor per group that keeps the group's mean variance."""
         variance = (self.var * scale * scale).mean(1, keepdim=True).clamp_min(1e-30)
         return scale * (self.var.mean(1, keepdim=True) / variance).sqrt()
 
     def descended(self, scale: Tensor) -> Tensor:
+        """Return the scales (G, c) to which gradient descent on the loss leads; signs stay."""
+        # The copy's tensors can be saved for the gradient. Those of inference mode cannot.
         inputs = NormInputs.joined([self])
         log = torch.zeros_like(scale, requires_grad=True)
         optimizer = torch.optim.Adam([log], lr=RATE)
@@ -209,10 +249,14 @@ class NormInputs:
         return inputs._with_mean_variance(scale * log.detach().exp())
 
     def loss(self, scale: Tensor) -> Tensor:
-        """The cost of the images' own statistics in each group (G,), with these scales (G, c).
+        """Return what the images' own statistics cost in each group, (G,).
 
         With z = scale x, the norm of z, matched to the average image and taken back to x, errs by
-        (r - 1) x - r mean(z) / scale, r = sqrt((v + eps) / (a sample's variance + eps)).
+        (r - 1) x - r mean(z) / scale. Here r = sqrt((v + eps) / (a sample's variance + eps)), with
+        v the variance of the average image.
+
+        Args:
+            scale: The scale of each channel, (G, c).
         """
         channels = scale.shape[1]
         per = self.effect / scale.square()
@@ -235,9 +279,13 @@ class NormInputs:
 
 
 def least_sum(quadratic: Numbers) -> Numbers:
-    """Return signs t (C,) that make t' A t small, for a symmetric A (C, C).
+    """Return signs t (C,) that make t' A t small.
 
-    Several descents each flip one sign at a time; the best end is returned.
+    Each of several descents starts from random signs and flips one sign at a time. The lowest end
+    is returned.
+
+    Args:
+        quadratic: The symmetric matrix A, (C, C).
     """
     generator = torch.Generator().manual_seed(0)
     starts = (

@@ -31,22 +31,23 @@ _FORWARDS = {
     SiteNorm.forward,
     norm_act.BatchNormAct2d.forward,
 }
-# The largest standard error of a channel's mean, in its deviations, in the median channel of the
-# worst norm. Above it, four trained networks lost 2 to 20 points of top-1 by 2 to 8 images; below
-# it 0 to 4.
+# The largest standard error of a channel's mean, in deviations of the channel. It holds for the
+# median channel of the worst norm. With 2 to 8 images, four trained networks lost 2 to 20 points of
+# top-1 above this error, and 0 to 4 below it.
 MOST_ERROR = 0.3
 _MISFIT = "the network does not run on these images as in training"
 
-# By path: the sums (3, C), float64, over batches of mean, unbiased variance and mean square of the
-# images' means; and the number of batches.
+# By path, sums over batches (3, C) in float64, and the number of batches. The sums are those of the
+# mean, the unbiased variance and the mean square of the images' means.
 _Sums = dict[str, tuple[Tensor, int]]
 
 
 def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the norms that have statistics to estimate, by path.
+    """Return the norms that have running statistics to estimate, by path.
 
     Raises:
-        RefusedError: There are none, or one does in training what is not known.
+        RefusedError: There are none, two norms share their statistics, or it is unknown what a
+            BatchNorm's class does in training.
     """
     norms: dict[str, _BatchNorm] = {}
     for path, module in model.named_modules():
@@ -92,7 +93,7 @@ def estimate_population(
         model: The network, whose norms get new statistics.
         batches: Images as the network takes them. See `checked`. Batches of another size than the
             first are left out.
-        progress: Called with the number of batches that are done, and of all of them.
+        progress: Called with the number of batches that are done, and the number of all batches.
         most_error: The largest allowed standard error of a channel's mean, in deviations
             (`MOST_ERROR`). Any error is allowed by default.
 
@@ -144,10 +145,16 @@ def estimate_population(
 
 
 def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None:
-    """Raise SourceError where the images are too few for the mean of a norm's input.
+    """Raise SourceError if the images are too few for the mean of a norm's input.
 
-    They are too few where the mean's standard error, sqrt(Var[image mean] / N), exceeds `most`
+    They are too few if the mean's standard error, sqrt(Var[image mean] / N), exceeds `most`
     deviations in the median channel.
+
+    Args:
+        path: The path of the norm.
+        moments: Mean, variance and mean square of the images' means, (3, C).
+        count: The number of images N.
+        most: The largest allowed standard error, in deviations.
     """
     mean, var, square = moments
     error = float(
@@ -168,7 +175,7 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 
 @contextmanager
 def _as_in_training(model: nn.Module, norms: Mapping[str, _BatchNorm]) -> Iterator[_Sums]:
-    """Put the norms alone into training mode and sum the moments of what they read.
+    """Put the norms, and no other module, into training mode, and sum the moments of their inputs.
 
     Afterwards the modes and all buffers are what they were.
     """
@@ -192,6 +199,11 @@ def _as_in_training(model: nn.Module, norms: Mapping[str, _BatchNorm]) -> Iterat
 
 
 def _add_input(sums: _Sums, path: str, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """Add the moments of a norm's input to its sums, in place: a forward pre-hook.
+
+    Raises:
+        SourceError: The norm sees one value per channel.
+    """
     sizes = norm.ghost_sizes(len(args[0])) if isinstance(norm, SiteNorm) else len(args[0])
     for batch in args[0].split(sizes):
         values = batch.detach().double().transpose(0, 1).flatten(1)

@@ -1,12 +1,13 @@
-"""Restore a reference's mean and variance per channel of each layer's output, by weights and bias.
+"""Give each layer's output the mean and variance per channel that it has in a reference network.
 
-With m and d the mean and deviation of a channel on the images, and m', d' those of the reference:
+Weights and biases are changed. With m and d the mean and deviation of a channel on the images, and
+m', d' those of the reference:
 
     r = d' / d,      W <- r W,      b <- r (b - m) + m'
 
-Each layer reads what the corrected layers before it give. Moments of several references are
-averaged (Jordan et al. 2023, arXiv:2211.08403, section 3). Means alone: Nagel et al. 2019,
-arXiv:1906.04721, section 4.2.
+Each layer is measured on the outputs of the corrected layers before it. Moments of several
+references are averaged (Jordan et al. 2023, arXiv:2211.08403, section 3). Correcting the means
+alone is from Nagel et al. 2019, arXiv:1906.04721, section 4.2.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,17 +27,23 @@ from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
 
-# Run node by node, a network differs from itself by far less than this relative L2.
+# The same network run node by node and as a whole differs by far less than this relative L2.
 _ROUNDING = 1e-3
-# A channel's variance is left alone where it is less than the first share of the reference's, or
-# the reference's deviation is less than the second share of its mean.
+# A channel's variance is left alone if it is below _CONSTANT times the reference's variance, or if
+# the reference's deviation is below _EQUAL times the reference's mean.
 _CONSTANT = 1e-10
 _EQUAL = 1e-12
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A layer, and its node in each reference and, last, in the network itself."""
+    """A layer whose output is corrected.
+
+    Args:
+        path: The path of the layer.
+        layer: The layer in the network.
+        nodes: The layer's node in each reference and, last, in the network itself.
+    """
 
     path: str
     layer: Linearity
@@ -60,7 +67,7 @@ def restore(
             averaged.
         batches: Images as the networks take them. See `checked`.
         means_only: Whether only the biases change.
-        progress: Called with the number of layers that are done, and of all of them.
+        progress: Called with the number of layers that are done, and the number of all layers.
 
     Returns:
         Notes for the user: what was set, and which layers have no bias.
@@ -101,6 +108,16 @@ def restore(
 
 
 def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
+    """Yield the layers that every reference has at the same path with a weight of the same shape.
+
+    Each layer must be called once in every network.
+
+    Args:
+        recorded: The references and, last, the network.
+
+    Raises:
+        RefusedError: A weight is made of other tensors.
+    """
     *references, changed = [interpreter.traced for interpreter in recorded]
     for node in changed.nodes:
         layer = changed.module(node)
@@ -132,7 +149,7 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
-    """Raise RefusedError where running node by node computes something else than the network."""
+    """Raise RefusedError if the recorded nodes compute something else than the network."""
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
     outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
 
@@ -157,6 +174,7 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
 
 
 def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
+    """Return the moments of a layer's output in each reference and, last, in the network."""
     moments = [ChannelMoments.none(len(place.layer.weight)) for _ in place.nodes]
     for batch in lockstep.run_to([*place.nodes]):
         for interpreter, values, node, each in zip(
@@ -164,7 +182,7 @@ def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
         ):
             layer = interpreter.traced.linear(str(node.target))
             output = layer(values[inputs(node)[0].name])
-            # The network's own value will be another one when the layer is set.
+            # The network's own output is computed again when the layer has been corrected.
             if interpreter is not lockstep.interpreters[-1]:
                 values[node.name] = output
             rows = (
@@ -184,6 +202,14 @@ def _set(
     *,
     means_only: bool,
 ) -> None:
+    """Set weight and bias of a layer, in place, so that its output has the wanted moments.
+
+    Args:
+        layer: The layer.
+        current: The moments of its output now.
+        targets: The moments of its output in each reference, which are averaged.
+        means_only: Whether only the bias changes.
+    """
     mean = torch.stack([target.mean for target in targets]).mean(0)
     factor = torch.ones_like(mean)
     if not means_only:

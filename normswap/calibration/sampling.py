@@ -12,7 +12,11 @@ from normswap.layers.reparametrized import CONVOLUTIONS, is_reparametrized
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether `patches` knows the layer: convolutions that pad with zeros, and linear maps."""
+    """Whether `patches` can read the layer.
+
+    It reads linear maps, and convolutions that pad with zeros. A layer with a forward of its own
+    counts only if that forward is known.
+    """
     if isinstance(module, CONVOLUTIONS) and module.padding_mode != "zeros":
         return False
     if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
@@ -58,7 +62,12 @@ def patches(
 
 
 def columns(maps: Tensor, places: Tensor) -> Tensor:
-    """The values (N, C, ...) at these places of each sample, as (C, N p), in float64."""
+    """Return the values of maps at some places of each sample, as (C, N p) in float64.
+
+    Args:
+        maps: The maps, (N, C, ...).
+        places: The indices of the places in a flattened map, (p,).
+    """
     flat = maps.reshape(*maps.shape[:2], -1)
     if flat.shape[2] != len(places):
         flat = flat[:, :, places]
@@ -68,8 +77,12 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:
     """Return what a convolution reads at some positions of its output, (N, C, p, taps).
 
-    The padding's zeros are read without being written into a padded copy. `at` has the positions'
-    indices along each side, on the CPU.
+    No padded copy is made: positions in the padding are multiplied by 0.
+
+    Args:
+        conv: The convolution.
+        x: The input, (N, C, ...).
+        at: The indices of the positions along each side, on the CPU.
     """
     maps, padding = own_forwards.input_and_padding(conv, x)
     sides = maps.shape[2:]

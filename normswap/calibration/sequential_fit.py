@@ -1,14 +1,15 @@
 """Sequential regression: each layer of the result is fitted to the source, on its own inputs.
 
 Convolutions, linear maps and per-sample norms are fitted in topological order. The target is the
-source's output of the same layer. The input is what the layers fitted so far make of the same
-images. Where a layer's output goes straight into a sum, the target is the source's sum less the
-converted network's other arm: this corrects the residual stream, too. Closed form, no gradient, no
-labels.
+output of the same layer in the source. The input is the layer's input in the result, in which the
+layers before it are fitted already. If a layer's output goes straight into a sum, the target is the
+source's sum less the other arm of the result's sum. The layer then corrects errors of the residual
+stream. Every fit has a closed form, without gradients or labels.
 
 A fit to few images may err more on others, and least squares shrinks every layer towards the mean.
-So only the share of the fit is kept that gives the best answers to held-out images. A share of 0
-has the weights without the fit, 1 those of the fit; between them tensors are interpolated.
+So only a share of the fit is kept: the share that gives the best answers to held-out images. The
+share 0 keeps the weights before the fit, the share 1 the fitted weights. Between 0 and 1 tensors
+are interpolated.
 """
 
 from __future__ import annotations
@@ -38,24 +39,27 @@ from normswap.layers.site_norm import SiteNorm
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
 
-# At most so many positions of an image give rows.
+# Rows are taken from at most so many positions of an image.
 PLACES = 64
 # Rows from all images together. A fit to n rows of f numbers has about f / n more squared error
 # than the best weights, so wide patches need more rows.
 LEAST_ROWS = 2**11
 MOST_ROWS = 2**15
-# Rows per number in a patch: the least, and as many as are worth their time.
+# The least rows for each number in a patch, and the most that are worth their time.
 LEAST_FOR_EACH = 12
 ENOUGH_FOR_EACH = 128
-# The first images are mirrored, too, which helps most where there are few.
+# Mirror images of so many images, from the first on, are added. They help most if there are few.
 MIRRORED = 100
-# The first of equally good shares is taken.
+# The shares of a fit that are tried. Of equally good ones the first is kept.
 SHARES = (1.0, 0.5, 0.25, 0.0)
 
 
 @runtime_checkable
 class HeldOut(Protocol):
-    """Batches of which some images are held out; `held` is complete once the others were read."""
+    """Batches that hold some images out.
+
+    `held` has the images that are held out. It is complete when the batches have been read.
+    """
 
     held: list[Example]
 
@@ -72,23 +76,25 @@ def refit(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> None:
-    """Fit the layers of `result`, in place, to those of `source` at the same paths.
+    """Fit the layers of `result`, in place, to the layers of `source` at the same paths.
 
     Args:
-        source: The network that is fitted to. It is not changed.
-        result: The network whose layers are fitted.
-        batches: Batches of images for both networks (`checked`). If some images are held out
+        source: The network whose outputs are the targets.
+        result: The network that is fitted.
+        batches: Images as both networks take them. See `checked`. If they hold some images out
             (`HeldOut`), these choose how much of the fit is kept (`keep_share`).
-        zero_sum: Returns the factors (I,) of a layer's input channels where filters must sum to
-            zero, else None. The ridge applies to the weights before that scaling. Such filters are
-            useless without the fit, so all of it is kept.
-        only: Whether a layer is fitted, by its path. By default every layer is.
-        mirrored: How many images are mirrored, too. The default is `MIRRORED`.
-        seed: The seed of every draw.
-        progress: Called with the number of layers done and their total.
+        zero_sum: A function of the path and the module of a layer. If the layer's filters must sum
+            to zero, it returns the factors (I,) by which the input channels were scaled, else None.
+            The ridge applies to the weights before that scaling. Zero-sum filters are useless
+            without the fit, so the whole fit is kept.
+        only: Whether the layer at a path may be fitted.
+        mirrored: The number of images, from the first on, whose mirror images are added. The
+            default is `MIRRORED`.
+        seed: Decides the positions that rows are taken from.
+        progress: Called with the number of layers that are done, and the number of all layers.
 
     Raises:
-        SourceError: The images are unusable or too few, or there are values whose squares overflow.
+        SourceError: The images are unusable or too few, or their values overflow when squared.
     """
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with undisturbed(source), evaluating(result):
@@ -161,7 +167,10 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
 
 
 def behind_choice(record: Traced) -> set[fx.Node]:
-    """Return the nodes behind non-maximum suppression: values decide what their rows stand for."""
+    """Return the nodes behind non-maximum suppression.
+
+    Their rows are boxes, and the values of the network decide which box a row is.
+    """
     boxes: set[fx.Node] = set()
     for node in record.nodes:
         if str(node.target).rpartition(".")[2] == "nms" or not boxes.isdisjoint(inputs(node)):
@@ -175,7 +184,7 @@ class End:
 
     Args:
         scale: The factor of each channel, (C,) or (1,), in float64.
-        arms: The sum's other term, in the source and in the result. Empty where there is no sum.
+        arms: The sum's other arm in the source, and in the result. It is empty without a sum.
     """
 
     scale: Tensor
@@ -183,10 +192,15 @@ class End:
 
     @classmethod
     def of(cls, interpreters: list[Interpreter], theirs: fx.Node, ours: fx.Node) -> End:
-        """Follow the layer's output in both networks.
+        """Return where a layer's output goes, followed in both networks.
 
-        There are arms only where both outputs end in a sum whose other arm is computed before the
+        There are arms only if both outputs end in a sum whose other arm is computed before the
         layer.
+
+        Args:
+            interpreters: The recorded source and result.
+            theirs: The layer's node in the source.
+            ours: The layer's node in the result.
         """
         nodes = (theirs, ours)
         ends = [_follow(each.traced, node) for each, node in zip(interpreters, nodes, strict=True)]
@@ -207,10 +221,15 @@ class End:
         return not bool((self.scale.abs() < 1e-6).any())
 
     def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
-        """Return what the layer should give in the result, for the source's value (N, C, ...).
+        """Return what the layer should give in the result, (N, C, ...).
 
-        Where the output ends in a sum, that is the source's value plus the difference of the other
+        If the output ends in a sum, that is the source's output plus the difference of the other
         arms.
+
+        Args:
+            theirs: The values of the source.
+            ours: The values of the result.
+            source_value: The layer's output in the source, (N, C, ...).
         """
         if not self.arms or not self.alive:
             return source_value
@@ -221,6 +240,15 @@ class End:
 
 
 def _follow(traced: Traced, node: fx.Node) -> End:
+    """Return where a layer's output goes in one network.
+
+    The output is followed through affine maps, per-sample norms and modules that do nothing in eval
+    mode, to a sum if there is one. Behind the sum only the latter are passed. No activation is.
+
+    Args:
+        traced: The recorded network.
+        node: The layer's node.
+    """
     scale = torch.ones(1, dtype=torch.float64)
     arms: tuple[fx.Node, ...] = ()
     while len(traced.users[node]) == 1:
@@ -249,7 +277,15 @@ def _follow(traced: Traced, node: fx.Node) -> End:
 
 @dataclass(frozen=True)
 class Place:
-    """A layer to fit: its nodes in the source and in the result, and where its output goes."""
+    """A layer to fit.
+
+    Args:
+        lockstep: The source and the result, which run together.
+        theirs: The layer's node in the source.
+        ours: The layer's node in the result.
+        end: Where the layer's output goes.
+        seed: Decides the positions that rows are taken from.
+    """
 
     lockstep: Lockstep
     theirs: fx.Node
@@ -258,7 +294,7 @@ class Place:
     seed: int
 
     def batches(self) -> Iterator[tuple[Values, Values, Tensor, Tensor]]:
-        """For each batch the values of source and result, and the layer's input in each of them."""
+        """Yield the source's values, the result's, and the layer's input in each, by batch."""
         their_input = inputs(self.theirs)[0].name
         our_input = inputs(self.ours)[0].name
         for theirs, ours in self.lockstep.run_to([self.theirs, self.ours]):
@@ -266,6 +302,14 @@ class Place:
 
 
 def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) -> None:
+    """Set weight and bias of a convolution or linear map by ridge regression.
+
+    Args:
+        module: The layer of the result, which is set in place.
+        source: The same layer of the source.
+        place: Where the layer stands in both networks.
+        factors: The factors (I,) of the input channels, if filters must sum to zero.
+    """
     groups = getattr(module, "groups", 1)
     weight = standardized.effective_weight(source).detach()
     units = torch.ones(groups, 1, 1).to(weight)
@@ -300,9 +344,9 @@ def rows_needed(fan: int) -> int:
 
 
 def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
-    """Set gamma and beta per channel by a least-squares line.
+    """Set gamma and beta of a norm, per channel, by a least-squares line.
 
-    The line goes from the normalized input to the output of the source's layer.
+    The line maps the normalized input in the result to the output of the source's layer.
     """
     s, t = affine.read_map(source)
     generator = torch.Generator().manual_seed(place.seed)
@@ -325,10 +369,12 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
 
 
 def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
-    """Set a BatchNorm to what a per-sample norm does on average.
+    """Set a BatchNorm, in place, to what the source's per-sample norm does on average.
 
-    The running statistics are those of its input; gamma and beta come from a least-squares line.
+    The running statistics are those of the BatchNorm's input. Gamma and beta come from a
+    least-squares line.
     """
+    # The line is fitted to the norm's map, so an activation or dropout in its class is taken out.
     plain = copy.deepcopy(source).eval()
     for name in ("act", "drop"):
         if isinstance(getattr(plain, name, None), nn.Module):
@@ -348,7 +394,7 @@ def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
 
 
 def values_of(model: nn.Module) -> Values:
-    """A copy of all that a fit may change."""
+    """Return a copy of all parameters and buffers, which are what a fit may change."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -386,6 +432,14 @@ def keep_share(
 
 
 def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None:
+    """Set the tensors of a network, in place, to a share of a fit.
+
+    Args:
+        model: The network.
+        before: Its tensors without the fit, by name.
+        fitted: Its fitted tensors, by name.
+        share: The share of the fit. Tensors of integers are the fitted ones unless it is 0.
+    """
     for name, tensor in model.state_dict().items():
         if share in (0, 1) or not tensor.is_floating_point():
             tensor.copy_(fitted[name] if share else before[name])
@@ -398,6 +452,10 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
 
 
 def _loss(expected: Values, result: nn.Module, example: Example) -> float:
+    """Return how far a network's answers to a call are from the expected ones.
+
+    The loss is infinite if the answers have other names or shapes, or are not finite.
+    """
     answers = dict(named_tensors(example.like(result).call(result)))
     if answers.keys() != expected.keys() or any(
         answers[name].shape != expected[name].shape for name in expected
@@ -409,7 +467,11 @@ def _loss(expected: Values, result: nn.Module, example: Example) -> float:
 
 
 def divergence(expected: Tensor, answers: Tensor) -> Tensor:
-    """The sum of KL(p || q) over rows of logits (N, K); of anything else |z - z'|^2; float64 ()."""
+    """Return how far answers are from the expected ones, a float64 scalar.
+
+    Logits (N, K) give the sum of KL(expected || answers) over rows. Other shapes give the squared
+    distance.
+    """
     expected = expected.double()
     answers = answers.double()
     if expected.ndim == 2 and expected.shape[1] > 1:

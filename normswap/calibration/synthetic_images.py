@@ -1,10 +1,13 @@
-"""Images made where the user has none: from a network's BatchNorm statistics, or at random.
+"""Images for users who have none: made from a network's BatchNorm statistics, or at random.
 
-Gradient descent changes noise with the spectrum of natural images until each BatchNorm sees its
-running mean and variance (Cai et al. 2020, arXiv:2001.00281; Yin et al. 2020, arXiv:1912.08795).
-The noise's amplitude falls as 1/f (Field 1987), and its colours are correlated. Dead leaves, which
-have edges as well, are shapes that hide one another, of sizes r with a density of 1/r^3 (Lee,
-Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963).
+`make` starts from noise with the spectrum of natural images. Gradient descent changes the noise
+until each BatchNorm sees its running mean and variance (Cai et al. 2020, arXiv:2001.00281; Yin et
+al. 2020, arXiv:1912.08795). The noise's amplitude falls as 1/f (Field 1987), and its colours are
+correlated.
+
+`leaves` draws dead leaves: shapes that hide one another, of sizes r with a density of 1/r^3 (Lee,
+Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963). They have edges and
+the spectrum of natural images, and need no network.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +24,13 @@ from normswap.layers import affine
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import Progress, hooked, undisturbed
 
-# So many images are made, and so many at a time.
+# So many images are made, in batches of this size.
 COUNT = 128
 BATCH = 32
+# The steps and the learning rate of the descent.
 STEPS = 30
 RATE = 0.2
-# Leaves to an image, and the smallest and largest of them as shares of its side.
+# The number of leaves in an image, and their smallest and largest radius as shares of its side.
 LEAVES = 40
 SMALLEST = 0.03
 LARGEST = 0.6
@@ -34,7 +38,11 @@ LARGEST = 0.6
 
 @dataclass(frozen=True, eq=False)
 class SyntheticImages:
-    """Batches of images that are made, by calling `make`, when they are first read."""
+    """Batches of images that are made when they are first read.
+
+    Args:
+        make: A function that makes the batches. It is called once.
+    """
 
     make: Callable[[], list[Tensor]]
 
@@ -61,13 +69,13 @@ def make(
         form: A call whose images are replaced by the made ones.
         size: The size of an image (C, H, W), of a signal (C, L) or of a clip (C, T, H, W).
         seed: Decides the noise from which the images are made.
-        progress: Called with the number of steps that are done, and of all of them.
+        progress: Called with the number of steps that are done, and the number of all steps.
 
     Returns:
         Batches on the network's device and in its dtype.
 
     Raises:
-        OptionError: No norm keeps statistics, or the network takes more than images.
+        OptionError: No BatchNorm is left in the network, or it takes more than images, or none.
         SourceError: The network has no gradients, or its numbers overflow.
     """
     remedy = f"Give {spelled('calibrate', metavar='DATA')} (images, no labels needed)"
@@ -124,8 +132,11 @@ def make(
 def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect how far each norm's input is from its running statistics, while the network runs.
 
-    Each norm appends the mean squared errors of its input's mean and deviation, in units of the
-    running deviation.
+    A distance is the squared error of the input's mean, plus that of its deviation, averaged over
+    channels. Both errors are in units of the running deviation.
+
+    Yields:
+        A list, to which each call of a norm appends its distance.
     """
     distances: list[Tensor] = []
 
@@ -157,7 +168,7 @@ def coloured(noise: Tensor) -> Tensor:
 
 
 def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Images of unit variance."""
+    """Return `count` images of noise with the spectrum of natural images and unit variance."""
     images = coloured(torch.randn(count, *size, generator=torch.Generator().manual_seed(seed)))
     return images / images.std()
 

@@ -1,8 +1,8 @@
-"""Factors for channels with long tails before a tanh, so that each loses no more than N(0, 1) does.
+"""Factors that make channels with long tails smaller before a tanh.
 
-The loss of a channel x is the share of the variance of tanh(alpha x) that is not linear in x. gamma
-compensates a factor before the tanh, so every channel gets the largest factor, at most 1, with a
-small enough loss.
+The loss of a channel x is the share of the variance of tanh(alpha x) that is not linear in x. Every
+channel gets the largest factor, at most 1, with which it loses no more than a channel of N(0, 1)
+does without one. Gamma compensates the factor.
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ from normswap.layers.per_sample import rescale_output, rescaling_layer, without_
 from normswap.models.calling import Example
 from normswap.plan import Step
 
-# At most so many of the user's images are used, with so many values of each channel.
+# At most so many of the user's images are used, with so many values of each channel in an image.
 MOST = 512
 PLACES = 16
-# With fewer values of a channel, dead leaves are used.
+# If the user's images give fewer values of a channel, dead leaves are used in their place.
 ENOUGH = 256
-# Factors go down in quarters of an octave, at most so many octaves.
+# A factor is 2^(-i / STEPS), and no smaller than 2^-OCTAVES.
 STEPS = 4
 OCTAVES = 5
-# Quantiles that stand for N(0, 1).
+# So many quantiles stand for N(0, 1).
 NORMAL = 2**14
 
 
@@ -35,9 +35,17 @@ def choose_factors(
 ) -> None:
     """Set the factor of each channel before a tanh, in place, in both networks.
 
-    The target (`dyt.fitting_target`) has no tanh and computes the same function before and after.
-    Images of dead leaves are used where the user's images give too few values.
+    Dead leaves are used for layers of which the user's images give too few values.
+
+    Args:
+        target: The network that the result is fitted to, without the tanh (`dyt.fitting_target`).
+            It computes the same function before and after.
+        result: The network with the tanh.
+        step: The step of the plan that made the result.
+        example: A call of the networks, for the form of the dead leaves.
+        batches: Calls with the user's images. There are none if the user gave none.
     """
+    # By the path of a tanh, the path of the convolution before it, which holds the factors.
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
     alphas = {edit.path: edit.args["alpha"] for edit in step.edits if edit.layer == "DynamicTanh"}
     layers = {path: without_lead(target.get_submodule(path)) for path in alphas}
@@ -56,7 +64,8 @@ def choose_factors(
         parts = observed(target, layers, dead_leaves(target, example, layers), some_values)
         for path in parts.keys() - values.keys():
             x = torch.cat(parts[path], 1)
-            # The network was not trained on dead leaves, so their deviation is not its images'.
+            # The network was not trained on dead leaves, so channels have other deviations on them.
+            # The input of the tanh is whitened: on images like those of the training it has 1.
             values[path] = x / x.std(1, keepdim=True).clamp_min(1e-30)
     for path, x in values.items():
         alpha = alphas[path]
@@ -70,9 +79,13 @@ def choose_factors(
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:
-    """Return the factor (C,) of each channel for values x (C, n), in quarters of an octave.
+    """Return the factor of each channel before a tanh, (C,), by bisection.
 
     A channel with values that are not finite gets the factor 1.
+
+    Args:
+        x: Values of each channel, (C, n).
+        alpha: The alpha of the tanh.
     """
     quantiles = torch.special.ndtri((torch.arange(NORMAL) + 0.5) / NORMAL)[None]
     most = lost(quantiles, torch.tensor([alpha]))
@@ -87,7 +100,12 @@ def factors(x: Tensor, alpha: float) -> Tensor:
 
 
 def lost(x: Tensor, alpha: Tensor) -> Tensor:
-    """The share of the variance of tanh(alpha x), x (C, n), that is not linear in x."""
+    """Return the share of the variance of tanh(alpha x) that is not linear in x, (C,).
+
+    Args:
+        x: Values of each channel, (C, n).
+        alpha: The alpha of each channel, (C,), or of all, (1,).
+    """
     x = x - x.mean(1, keepdim=True)
     bent = torch.tanh(alpha[:, None] * x)
     bent = bent - bent.mean(1, keepdim=True)

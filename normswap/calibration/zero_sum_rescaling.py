@@ -1,9 +1,9 @@
-"""Rescale channels before filters lose their sums, so that the loss costs least.
+"""Rescale channels before filters are made to sum to zero, so that this costs least.
 
-A filter loses its sum s. Of all corrections with sum -s, the best one costs s^2 / (1' C^-1 1), C
-the covariance of what the filter reads. Channels may be scaled by f > 0 where a factor passes
-(`channel_factors`). With u = 1 / f, S the filters' sums by channel and C the covariance of the
-channels' sums under the kernel, a layer of k taps loses
+A filter with the sum s gets a correction with the sum -s. The best such correction costs
+s^2 / (1' C^-1 1), where C is the covariance of the filter's inputs. A channel may be scaled by
+f > 0 if the layers around it let a factor pass (`channel_factors`). With u = 1 / f, S the filters'
+sums by channel and C the covariance of the channels' sums under the kernel, a layer of k taps loses
 
     sum over filters of (S u / k)^2 / (u' C^-1 u).
 
@@ -29,18 +29,21 @@ from normswap.layers.standardized import STANDARDIZED, effective_weight
 from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating, hooked
 
-# The least and the most images, and the most positions of each.
+# Channels are rescaled if there are at least so many images. At most so many are used, and so many
+# positions of each.
 ENOUGH = 16
 MOST = 64
 PLACES = 32
+# The steps and the learning rate of the descent.
 STEPS = 120
 RATE = 0.05
 # The weight of the mean square of the factors' logarithms in the loss.
 STIFF = 0.03
 # The bound of a factor's logarithm.
 FARTHEST = 2.0
-# Whether a layer may be changed, by its path; whether one must have filters that sum to zero.
+# Whether the layer at a path may be changed.
 Part: TypeAlias = Callable[[str], bool]
+# Whether the filters of a layer, given by path and module, must sum to zero.
 Which: TypeAlias = Callable[[str, nn.Module], bool]
 
 
@@ -55,7 +58,14 @@ def fit_zero_sum(
 ) -> None:
     """Rescale channels of both networks, then fit the result's filters, in place (`refit`).
 
-    The target keeps every filter's mean, so it computes what the source does in the result's units.
+    Args:
+        target: The network that the result is fitted to. It keeps every filter's mean, so it
+            computes the source's function, with the channels scaled as in the result.
+        result: The network whose filters sum to zero.
+        batches: Images as both networks take them. See `checked`.
+        only: Whether the layer at a path may be changed.
+        seed: Decides the positions that rows are taken from.
+        progress: Called with the number of layers that are done, and the number of all layers.
     """
     factors = rescale(target, result, batches, _sums_to_zero, only)
 
@@ -82,8 +92,16 @@ def rescale(
 
     The target computes the same function before and after.
 
+    Args:
+        target: The network that keeps every filter's mean.
+        result: The network whose filters sum to zero.
+        batches: Images as both networks take them. See `checked`.
+        zero_sum: Whether the filters of a layer of the result must sum to zero.
+        only: Whether the layer at a path may be changed.
+
     Returns:
-        The factors (I,) of each layer's input channels, by path.
+        The factors (I,) of each layer's input channels, by path. There are none if the images are
+        too few, or the covariances cannot be inverted.
     """
     examples = list(first_images(target, batches, MOST))
     if sum(example.count for example in examples) < ENOUGH:
@@ -108,13 +126,13 @@ def rescale(
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one layer, by the factors of the channels that it reads.
+    """The loss of one layer, as a function of the factors of its input channels.
 
     Args:
-        reads: The group of factors of each input channel, (I,).
-        sums: The product S' S / k^2 by group of the convolution, (G, i, i).
-        inverse: The inverse of the covariance, in the same shape.
-        variance: The variance of the layer's outputs together.
+        reads: The number of the factor that scales each input channel, (I,).
+        sums: S' S / k^2 for each group of the convolution, (G, i, i).
+        inverse: The inverse C^-1 of the covariance for each group of the convolution, (G, i, i).
+        variance: The sum of the variances of the layer's outputs.
     """
 
     reads: Tensor
@@ -123,19 +141,27 @@ class Loss:
     variance: float
 
     def __call__(self, logs: Tensor) -> Tensor:
+        """Return the loss as a share of the variance, for the logarithms of all factors."""
         u = (-logs[self.reads]).exp().view(len(self.sums), -1)
         return (_quadratic(self.sums, u) / _quadratic(self.inverse, u)).sum() / self.variance
 
 
 def _quadratic(table: Tensor, u: Tensor) -> Tensor:
-    """u' table u by group; its gradient takes one product with the large table, not two."""
+    """Return u' table u of each group, (G,).
+
+    The value has the factor (2 u - fixed) instead of u, which leaves value and gradient as they
+    are. The gradient then needs one product with the large table, not two.
+    """
     fixed = u.detach()
     along = torch.einsum("gij,gj->gi", table, fixed)
     return ((2 * u - fixed) * along).sum(1)
 
 
 def factors(losses: list[Loss], count: int) -> Tensor:
-    """The factor of each group, (count,), that of `FIXED` 1."""
+    """Return the factors that make the losses small together, (count,).
+
+    The factor number `FIXED` scales the channels that cannot be scaled, so it stays 1.
+    """
     with torch.enable_grad():
         logs = torch.zeros(count, requires_grad=True)
         optimizer = torch.optim.Adam([logs], lr=RATE)
@@ -155,6 +181,7 @@ def factors(losses: list[Loss], count: int) -> Tensor:
 
 @torch.no_grad()
 def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> list[Loss]:
+    """Run a network on some calls, and return the loss of each of its layers."""
     moments = {reach.path: _Moments() for reach in layers}
     handles = (
         model.get_submodule(path).register_forward_hook(each.look) for path, each in moments.items()
@@ -183,12 +210,13 @@ class _Moments:
     def look(
         self, layer: nn.modules.conv._ConvNd, args: tuple[Tensor, ...], output: Tensor
     ) -> None:
+        """Add a call of the convolution to the moments: a forward hook."""
         read, written = patches(layer, args[0], output, PLACES, self.generator)
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
         x, y = (rows.transpose(0, 1).flatten(1, 2) for rows in (read, written))
         if self.at is None:
             self.at = x.mean(1, keepdim=True)
-        # The products are in float32: they take most of the time of wide layers.
+        # The products take most of the time of wide layers, so they are in float32.
         x = x - self.at
         y = y.double()
         self.count += x.shape[1]
@@ -198,11 +226,13 @@ class _Moments:
         self.yy = self.yy + y.square().sum(1)
 
     def loss(self, layer: _ConvNd, reads: Tensor) -> Loss:
+        """Return the loss of the convolution, whose input channels `reads` assigns to factors."""
         mean = self.x / self.count
         width = self.x.shape[1]
         spread = self.xx / self.count - mean[:, :, None] * mean[:, None]
         level = spread.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
-        # The fewer rows, the more of their correlation may be chance.
+        # With few rows correlations may be chance, so the fewer rows, the more is added to the
+        # diagonal.
         spread = spread + (width / self.count * level + 1e-30) * torch.eye(width).to(spread)
         sums = effective_weight(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
         variance = (self.yy / self.count - (self.y / self.count).square()).sum()
