@@ -1,4 +1,4 @@
-"""A run's objects: its network as the recipe says, the machine and its processes, the trackers."""
+"""What a training run is made of: its network, the processes, the trackers, the loop's objects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Subject:
         return self.network.module
 
     def blank(self) -> nn.Module:
-        """Return a copy that has its architecture on record, which saving would look for."""
+        """Return a copy that has its architecture on record, so that no save searches for it."""
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
         return provenance.attach(copy.deepcopy(self.module), record)
 
@@ -219,9 +219,10 @@ def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
 
 @contextmanager
 def stop_on_request() -> Iterator[threading.Event]:
-    """Yield an event that a SIGTERM sets, as schedulers send it, instead of ending the process.
+    """Yield an event, which a SIGTERM sets instead of ending the process.
 
-    Only the main thread may take signals. In another one nothing sets the event.
+    Schedulers send a SIGTERM before they end a job. Only the main thread may take signals; in
+    another one nothing sets the event.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -262,8 +263,8 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
     read_slurm()
     meet("gloo" if cpu else "nccl")
 
-    # Accelerate keeps one state per process and refuses another precision later; runs may follow
-    # each other here.
+    # Accelerate keeps one state per process, and refuses another precision later. It is reset, as
+    # one process may do several runs.
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
     return Accelerator(
@@ -335,7 +336,7 @@ class Task:
 
         record = subject.preprocessing(recipe.data.input_size)
         self.images = images
-        # An epoch has whole batches, and leaves out other images each time.
+        # An epoch has whole batches only. Each one leaves out other images.
         self.per_epoch = len(images.images) // recipe.data.batch_size
         self.updates = max(round(train.epochs * self.per_epoch), 1)
 
@@ -347,7 +348,7 @@ class Task:
             self.validation = validation(
                 record, recipe.data, self.share, train.seed, batch=max(micro, 64)
             )
-        # Without labels none can be that of no class.
+        # With None no label is checked against the number of classes.
         self.classes: int | None = None
         if images.labelled:
             self.classes = getattr(subject.module, "num_classes", None)
@@ -379,7 +380,7 @@ class Task:
         self.model: nn.Module = engine.prepare_model(self.raw)
         self.optimizer: AcceleratedOptimizer = engine.prepare_optimizer(optim)
         if self.ema is not None:
-            # DDP has given every process the weights of the first.
+            # DDP has given every process the weights of the first; the average begins with these.
             self.ema.set(self.raw)
 
     def parts(self) -> State:

@@ -144,7 +144,7 @@ def finetune(
         subject = begin(model, recipe)
         labelled = recipe.distill is None or recipe.distill.weight < 1
         record = subject.preprocessing(recipe.data.input_size)
-        # What is wrong with the images is said before anything is converted for them.
+        # Errors about the images come before the conversion, which may take long.
         images = TrainingImages(record, recipe.data, recipe.train.seed, labelled=labelled)
 
         folder = Folder(Path(out), identify(subject.source, recipe, images.digest))
@@ -191,7 +191,7 @@ class TrainingRun:
     Args:
         task: The objects of the loop.
         folder: The run's folder.
-        blank: The network as training begins, for its structure.
+        blank: The network as training begins. Copies of it take the tensors that are saved.
         progress: A function that is called now and then. None in all processes but the first.
         say: Called with each sentence that the user should read.
     """
@@ -212,7 +212,7 @@ class TrainingRun:
         # The sum of this process's losses since they were last read.
         self.sum = torch.zeros((), device=device, dtype=precise(device))
         self.lr = 0.0
-        # Reading the losses waits for the device.
+        # Reading the losses waits for the device, so a GPU's are read at every tenth update only.
         self.every = 1 if device.type == "cpu" else 10
 
     def open(self, *, resume: bool) -> None:
@@ -254,10 +254,11 @@ class TrainingRun:
 
             ends = at.update % task.per_epoch == 0 or at.update == task.updates
             due = ends or (save_every is not None and at.update % save_every == 0)
+            # The losses are not read at this update.
             if not due and at.update % self.every:
                 continue
 
-            # What is saved must be finite, in all processes.
+            # A network is saved only if the losses and its weights are finite, in all processes.
             finite, asked = self._agree(stop.is_set())
             if finite and (due or asked):
                 finite = all(
@@ -276,6 +277,7 @@ class TrainingRun:
         return at.update == task.updates
 
     def _not_finite(self) -> TrainingError:
+        """Return the error about a loss that is not finite; it names the last good network."""
         at = self.at
         last = (
             f"The last good checkpoint is {self.folder.last}, of update {at.rows[-1]['update']:g}"
@@ -286,7 +288,7 @@ class TrainingRun:
         )
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Train on the next of the micro-batches, as many as the recipe accumulates."""
+        """Do one update, on as many of the next micro-batches as the recipe accumulates."""
         task = self.task
         engine = self.engine
         update = self.at.update
@@ -344,11 +346,11 @@ class TrainingRun:
 
     @property
     def _count(self) -> int:
-        """The number of updates in the epoch so far, after the first."""
+        """The number of updates in this epoch so far. It needs at least one update of the run."""
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:
-        """Measure the network, and write what an epoch leaves.
+        """Measure the network, and write last/, metrics.csv, the state, and best/ if it is better.
 
         Args:
             began: Whether updates were done. If not, this is the network before training.
@@ -360,7 +362,7 @@ class TrainingRun:
         if task.ema and began:
             averaged = measure(task.ema.module, task.validation, self.engine)
 
-        # The averaged network is the epoch's where it is better.
+        # The averaged network stands for the epoch if it is better than the one that was trained.
         network = task.raw
         if averaged is not None and plain is not None and averaged.top1 > plain.top1:
             assert task.ema is not None
@@ -386,7 +388,7 @@ class TrainingRun:
         self._save()
 
     def _row(self, plain: Evaluation | None, averaged: Evaluation | None, *, began: bool) -> Row:
-        """Return the row of metrics.csv; what was not measured is None."""
+        """Return the row of metrics.csv for this epoch, with None for what was not measured."""
         at = self.at
         row: Row = dict.fromkeys(COLUMNS)
         epoch = at.update / self.task.per_epoch
@@ -431,7 +433,7 @@ class TrainingRun:
     def network(self, trained: nn.Module) -> nn.Module:
         """Return a network on the CPU with the tensors of `trained`.
 
-        It has the structure that training began with: without what was set up for training.
+        It has the structure that training began with, without SyncBatchNorm and compiled code.
         """
         fresh = duplicate(self.blank, {})
         fresh.load_state_dict(trained.state_dict())

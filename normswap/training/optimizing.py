@@ -33,7 +33,7 @@ from normswap.surgery.network import Network
 from normswap.training.recipe import Clip, Optim, Recipe, Schedule
 from normswap.training.training_images import drawn_by
 
-# Paths of classifiers, as recording a forward takes long.
+# The path of each network's classifier. It is kept, as recording a forward takes long.
 _HEADS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -79,8 +79,8 @@ def scheduler(
 ) -> Scheduler:
     """Return timm's scheduler of the learning rate.
 
-    By `step_update` the rate is a function of the update alone, so there is nothing to save. The
-    `lr_scale` of the optimizer's groups counts.
+    Its `step_update` sets the rates as a function of the update alone, so no state has to be saved.
+    Each group's rate is multiplied by its `lr_scale`.
 
     Args:
         optimizer: The optimizer whose rates are set.
@@ -129,9 +129,9 @@ def clip_gradients(model: nn.Module, clip: Clip) -> None:
 def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | None = None) -> None:
     """Clip the gradients of each output's weights, in place, to a share of the weights' norm.
 
-    It gives what timm's `adaptive_clip_grad` gives, with a fifth of the kernels, but leaves the
-    classifier alone, and finds a transposed convolution's outputs in dimension 1 of its weight.
-    Returns nothing.
+    It computes what timm's `adaptive_clip_grad` computes, with a fifth of the kernels, except that
+    the classifier is left alone, and that the outputs of a transposed convolution are found in
+    dimension 1 of its weight. It returns nothing.
 
     Args:
         model: The network after `backward`, and after its gradients were unscaled.
@@ -152,14 +152,14 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
         id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)
     }
 
-    # Every tensor has its outputs in dimension 0 here.
+    # Every tensor in these lists has its outputs in dimension 0.
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     for parameter in model.parameters():
         if parameter.grad is not None and id(parameter) not in spared:
-            by_output = id(parameter) in transposed
-            weights.append(parameter.transpose(0, 1) if by_output else parameter)
-            gradients.append(parameter.grad.transpose(0, 1) if by_output else parameter.grad)
+            is_transposed = id(parameter) in transposed
+            weights.append(parameter.transpose(0, 1) if is_transposed else parameter)
+            gradients.append(parameter.grad.transpose(0, 1) if is_transposed else parameter.grad)
     if not gradients:
         return
 
@@ -171,7 +171,7 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
 
 
 def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norms of each tensor over all dimensions but the first; of a vector the whole."""
+    """Return each tensor's norms over all dimensions but the first; a vector has one norm."""
     vectors = [tensor for tensor in tensors if tensor.ndim <= 1]
     vector_norms = iter(torch._foreach_norm(vectors) if vectors else ())
 
@@ -219,9 +219,9 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
 def teacher_loss(output: object, taught: object, temperature: float | None = 2.0) -> Tensor:
     """Return how far a network's output is from its teacher's.
 
-    Of scores (N, classes) it is T^2 KL(teacher / T || student / T), the mean over the batch. Of
-    anything else, be it maps, features or several outputs, it is the squared relative L2 error, the
-    mean over the floating-point outputs that both give. No gradient flows into the teacher.
+    For scores (N, classes) it is T^2 KL(teacher / T || student / T), the mean over the batch. For
+    anything else (maps, features, several outputs) it is the squared relative L2 error, the mean
+    over the floating-point outputs that both give. No gradient flows into the teacher.
 
     Args:
         output: The output of the network that learns.
@@ -235,7 +235,7 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
     Source: Hinton et al. 2015, arXiv:1503.02531, section 2.
     """
     if temperature is not None:
-        # What is no scores is compared below.
+        # `scores` refuses other outputs. Those are compared below.
         with suppress(OptionError):
             learned = F.log_softmax(scores(output).float() / temperature, 1)
             target = F.log_softmax(scores(taught).detach().float() / temperature, 1)
@@ -304,7 +304,7 @@ class Objective:
             model: The network, in the form in which it is trained.
             images: The images (N, C, H, W).
             labels: Their labels (N,), which are not read where the teacher alone teaches.
-            seed: The seed of mixup's draws.
+            seed: A seed of several parts, from which mixup draws (`drawn_by`).
         """
         target = labels if self.labels else torch.zeros_like(labels)
         if self.mixup is not None:

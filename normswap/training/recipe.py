@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from normswap.plan import Body
 
 Share = Annotated[float, Field(ge=0, le=1)]
-# Numbers of a recipe end where no machine and no paper goes, so that none overflows.
+# The largest number of a recipe: no machine or paper needs more, and none overflows.
 _LARGEST = 10**9
 Positive = Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=_LARGEST, allow_inf_nan=False)]
@@ -186,7 +186,7 @@ class Distill(Part):
 
 
 class Recipe(Part):
-    """Everything that decides a training run, but for where its output goes."""
+    """Everything that decides a training run, except where its output goes."""
 
     summary: str = Field(description="One line for `normswap recipes`.")
     source: str = Field("", description="Paper, section, table.")

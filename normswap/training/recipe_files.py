@@ -85,7 +85,16 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Make a recipe from plain values; errors call it `label`."""
+    """Return the recipe that plain values describe.
+
+    Args:
+        tree: The values, as YAML has them.
+        label: What errors call the recipe.
+        overrides: `KEY=VALUE` overrides such as `optim.lr=0.05`.
+
+    Raises:
+        RecipeError: A key is unknown, or a value is not of its type or out of its range.
+    """
     if not isinstance(tree, Mapping):
         raise RecipeError(
             f"{label} is no recipe", "expected keys such as `summary`, `model`, `data`, `optim`"
@@ -94,10 +103,11 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
         tree = _overridden(tree, override)
 
     try:
+        # NaN and infinity pass here: pydantic refuses them, in a message that names the key.
         reading.check_plain(tree, finite=False)
-        # Strict: true is no 1, and "1" neither.
+        # Strict: neither true nor "1" is taken for 1.
         recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
-        # Arguments of optimizers and schemes have no types of their own.
+        # The arguments of optimizers and schemes are not typed, so pydantic lets NaN pass in them.
         reading.check_plain(tree)
         return recipe
     except reading.UnreadableError as error:
@@ -157,7 +167,7 @@ def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str,
 
 
 def _takes(kind: Any) -> list[str]:
-    """Return the words that a key may be, or what its values are."""
+    """Return the words that a key takes, or the names of the types that it takes."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is Literal:

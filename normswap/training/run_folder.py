@@ -2,9 +2,9 @@
 
 Every file in it is whole at every moment.
 
-state/run.pt   everything that continuing needs: read by torch.load with weights_only, so nothing in
-               it can run; state/ is made first of all, and run.pt is written when best/ and last/
-               are there
+state/run.pt   everything that is needed to continue. It is read by torch.load with weights_only, so
+               no code in it can run. state/ is made before anything else; run.pt is written once
+               best/ and last/ are there
 recipe.yaml    the recipe, every key with its value
 trackers/      what TensorBoard and other trackers write
 best/, last/   networks, as `normswap convert` writes them
@@ -57,7 +57,7 @@ _NAMES = {
     "last": True,
     "metrics.csv": False,
 }
-# What holds something that was trained, if the folder's state was removed.
+# Entries that hold something that was trained. If no state is there, somebody has removed it.
 _WITH_STATE = ("best", "last", "metrics.csv")
 # Keys of the recipe that may change when a run is continued.
 _FREE_KEYS = (
@@ -71,7 +71,7 @@ _FREE_KEYS = (
 
 
 class State(TypedDict):
-    """The tensors of a run that is to be continued."""
+    """The tensors from which a run is continued."""
 
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
@@ -120,8 +120,8 @@ class Folder:
     def check_new(self) -> None:
         """Raise OutputError where no run can begin because the folder holds something.
 
-        What a run that was killed before its first state has left is no hindrance: there is
-        nothing in it to lose. A file that no run writes is, and one that a later run has written.
+        A run that was killed before it wrote its first state has left nothing worth keeping, so its
+        files are no hindrance. Any other file is one, and so is a file that a run writes later.
         """
         if self.state.is_file():
             remedy = f"{spelled('resume', 'auto')} continues it; or give another folder"
@@ -151,7 +151,7 @@ class Folder:
         atomic_write.text(self.recipe, recipe_files.dump(recipe))
 
     def _foreign_entry(self) -> str | None:
-        """Return what shows that the folder is not that of a run without a state, or None."""
+        """Return an entry that a run without a state does not leave; None if there is none."""
         if not self.place.exists() and not self.place.is_symlink():
             return None
         if not self.place.is_dir():
@@ -182,6 +182,7 @@ class Folder:
         return None
 
     def _is_written_by_a_run(self) -> bool:
+        """Return whether recipe.yaml is a recipe exactly as a run writes it."""
         try:
             recipe = recipe_files.load_recipe(self.recipe)
         except RecipeError:
@@ -189,6 +190,7 @@ class Folder:
         return recipe_files.dump(recipe) == self.recipe.read_text(encoding="utf-8")
 
     def _foreign_state(self) -> str | None:
+        """Return an entry of state/ that a run without a state does not leave, or None."""
         folder = self.state.parent
         if not folder.is_dir():
             return None
@@ -198,7 +200,10 @@ class Folder:
         return None
 
     def _later_row(self) -> str | None:
-        """Say if metrics.csv tells of updates: then there was a state, and networks are trained."""
+        """Return what is wrong with metrics.csv if it has rows after an update; None otherwise.
+
+        A run with such rows had a state, and the networks in its folder are trained.
+        """
         if not self.metrics.is_file():
             return None
         try:
@@ -227,7 +232,7 @@ class Folder:
         body = {"identity": self.identity, "position": vars(position), **parts}
         # On a full disk torch.save raises various errors, and may leave half a file.
         buffer = io.BytesIO()
-        # Of a view, torch would save the whole storage, and the device.
+        # torch.save would store a GPU as the device, and of a view on it the whole storage.
         torch.save(calling.changed(body, Tensor.cpu), buffer)
         atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
 
@@ -242,7 +247,7 @@ class Folder:
             body = torch.load(self.state, map_location="cpu", weights_only=True)
             identity = body.pop("identity")
             position = TrainingState(**body.pop("position"))
-        # torch.load raises whatever the bytes lead it to, and the file may hold anything.
+        # The file may hold anything, and torch.load raises many kinds of errors.
         except Exception as error:
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
 
@@ -264,7 +269,8 @@ class Folder:
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
     """Return what must not change when a run continues.
 
-    These are the keys of the recipe, and hashes of the network it starts from and of its images.
+    These are the keys of the recipe, and hashes of the network that it starts from and of the
+    images.
 
     Args:
         model: The network before the recipe converts it.

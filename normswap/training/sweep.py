@@ -1,9 +1,10 @@
 """Sweeps as in papers: every learning rate with several seeds, and the best k of n runs of each.
 
-Workers share Optuna's storage alone: the same command in several processes or machines, each takes
-the next waiting trial. Without a heartbeat its trial is queued again; its run continues where its
-folder is in reach. A run without accuracy counts among the n, so a learning rate with fewer than k
-successes cannot win. No torch here.
+A worker is a process that was started by the sweep's command, on any machine. Workers share nothing
+but Optuna's storage; each takes the next waiting trial. If a worker's heartbeat stops, its trial is
+queued again, and the next worker continues the run if it can read the run's folder. A run that ends
+without an accuracy is one of the n, so a learning rate with fewer than k successes cannot win. No
+torch here.
 
 Source: De & Smith 2020, arXiv:2002.10444, section 2.3: the best 5 of 7 runs at every learning rate
 of a grid.
@@ -207,7 +208,7 @@ GRACE = 60
 _ATTEMPTS = 5
 # Keys of the recipe that may differ between workers.
 _FREE = ("summary", "source", "optim.lr", "train.seed", "data.root", "data.workers")
-# What Optuna calls the states of a trial that was not lost.
+# Our names for Optuna's states of a trial. A trial that was lost has its state as an attribute.
 _STATES = {"COMPLETE": "done", "RUNNING": "running"}
 _POWER = re.compile(r"([0-9.]+)\^([-+]?[0-9]{1,3})$")
 
@@ -320,8 +321,8 @@ class Sweep:
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
         """Open a database.
 
-        In SQLite a transaction takes its lock as it begins. Two that had begun by reading would
-        wait for each other.
+        In SQLite a transaction takes the lock for writing as it begins. Two transactions that both
+        had read first would wait for each other.
         """
         storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
         if storage.engine.name == "sqlite":
@@ -367,8 +368,10 @@ class Sweep:
             elif "RUNNING" not in states:
                 return True
             elif waited > GRACE + BEAT:
+                # A dead worker's run would be queued again by now. Living workers do the rest.
                 return False
             else:
+                # The run of a worker that has died fails, and its point is queued again.
                 time.sleep(1)
                 waited += 1
                 self.optuna.storages.fail_stale_trials(self.study)
@@ -383,7 +386,7 @@ class Sweep:
             }
             point = points[trial.number]
             earlier = [_point(other) for other in self._valid() if other.number < trial.number]
-            # The queue was empty, or two workers have queued the same.
+            # Another worker has emptied the queue, or two workers have queued the same point.
             if point is None or point in earlier:
                 raise self.optuna.TrialPruned
             trial.suggest_float("lr", 0, 1e308)
@@ -415,7 +418,7 @@ class Sweep:
             trial.set_user_attr("lost", state)
             raise
 
-        # The trial fails, and is queued again.
+        # Optuna lets the trial fail, so its point is queued again.
         if top1 is None:
             raise _StoppedError
         return top1

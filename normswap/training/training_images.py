@@ -64,15 +64,15 @@ class Share:
 class Order(Sampler[list[tuple[int, int]]]):
     """The images of each micro-batch of one process, as pairs (epoch, index).
 
-    Process r of W takes the slice a W + r of micro-batch a. A slice is the i-th images from the
-    front and, mirrored, from the back of the batch: mixup mixes each image with its mirror image,
-    which then is in the same slice.
+    A batch is cut into slices. For its micro-batch a, process r of W takes slice a W + r. One half
+    of a slice is counted from the front of the batch, the other half from the back: mixup mixes the
+    i-th image from the front with the i-th one from the back, which is then in the same slice.
 
     Args:
         count: The number of images.
         batch: The number of images in a batch of all processes.
         share: The share of this process.
-        seed: The seed of the order, which is another one in each epoch.
+        seed: The seed. The order differs from epoch to epoch.
         first: The first update.
         last: The update before which the order ends.
     """
@@ -108,7 +108,7 @@ class Order(Sampler[list[tuple[int, int]]]):
 
 
 def _slice(images: list[int], number: int, size: int) -> list[int]:
-    """Return the slice of that number: `size` images, half of them from the back if it is even."""
+    """Return one slice of a batch: `size` images, half of them from the back if `size` is even."""
     if size % 2:
         return images[number * size : (number + 1) * size]
 
@@ -149,7 +149,7 @@ class Seeded(Dataset[Example]):
 
     Args:
         images: The images with their labels, by row.
-        rows: The rows that take part. An index counts them.
+        rows: The rows that take part. Index i means the i-th of them.
         seed: The seed of the augmentation.
     """
 
@@ -288,7 +288,7 @@ def places(data: DataPart) -> tuple[str, str | None]:
 
     root = Path(data.root)
     if not root.exists():
-        # A dataset that another package names has its parts by itself.
+        # One name, such as hfds/user/name, stands for all parts of another package's dataset.
         has_parts = data.root.partition("/")[0].lower() in datasets.PREFIXES
         return data.root, data.validation or (data.root if has_parts else None)
 

@@ -1,9 +1,11 @@
 """Where each target ends: short trials with equal updates, of which the better half goes on.
 
-All trials follow one recipe, which `finetune` takes too. Labels and the answers of the source as
-teacher count alike, and all trials see the same images in the same order. The first round tries
-every target at three learning rates. Then the better half of the targets begins again, each at its
-best rate, for more updates, until two have done so. Each round has the same share of the time.
+All trials follow one recipe, which `finetune` takes too. The labels and the teacher, which is the
+source, have the same weight in the loss. All trials see the same images in the same order.
+
+The first round tries every target at three learning rates. In each further round the better half of
+the targets begins again, each at its best rate, for more updates. The last round has two targets.
+Each round gets the same share of the time.
 
 Source: successive halving, Jamieson & Talwalkar 2016, arXiv:1502.07943.
 """
@@ -71,8 +73,9 @@ class TargetTrial:
     def record(self, best: "TargetTrial") -> Body:
         """Return plain values of the trial.
 
-        `level` says that the best trial is not known to be better: of the images on which the two
-        differ, it is right on more by no more than one standard deviation.
+        `level` says that the best trial is not known to be better: the number of images by which it
+        leads is at most one standard deviation, the root of the number of images on which the two
+        differ.
         """
         differing = int((self.answers != best.answers).sum())
         more_right = (best.after - self.after) / 100 * len(self.answers)
@@ -88,7 +91,7 @@ class TargetTrial:
 
 
 def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
-    """Return what the recipe is told for a target, as words of `finetune`."""
+    """Return the overrides of the recipe for a target, as `normswap finetune` takes them."""
     words = ["convert=null"]
     if advice.scheme != "batchnorm":
         words = [
@@ -102,7 +105,8 @@ def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
 class Trials:
     """Trials on labelled images, some of which are held out.
 
-    Held out are the images of the validation part, or half of all where there is none, at most 500.
+    The held-out images are those of the validation part or, if there is none, half of all images;
+    500 at most.
 
     Args:
         source: The network before it is converted, which teaches.
@@ -185,7 +189,8 @@ class Trials:
         """
         usual = recipe_files.load_recipe(RECIPE).optim.lr
         updates = _FEWEST_UPDATES - 1
-        # The first update of a process is slow.
+        # These trials measure how long an update takes. The first update of a process is slow, so
+        # only the second trial counts.
         for few in (1, 2):
             self._trial(possible[0], usual, few)
         self.trials.clear()
@@ -203,8 +208,9 @@ class Trials:
                 break
 
             ended = [self._trial(advice, rate, updates) for advice, rate in entries]
-            # Few images tell losses apart where they do not tell top-1.
+            # On few images, top-1 is often equal where the losses are not.
             ended.sort(key=lambda trial: (math.isnan(trial.loss), trial.loss))
+            # A target's trial of this round goes before those of earlier rounds.
             best: dict[str, TargetTrial] = {}
             for trial in (*ended, *standings):
                 best.setdefault(trial.advice.target, trial)
@@ -217,6 +223,7 @@ class Trials:
         return standings
 
     def _too_short(self, trials: int, rounds: int) -> OptionError:
+        """Return the error about too few minutes; it says how many are needed."""
         a_trial = _FEWEST_UPDATES * self.updating + self.evaluating
         needed = rounds * trials * a_trial + self.seconds()
         minutes = math.ceil(needed / _PLANNED / 6) / 10
@@ -269,10 +276,11 @@ class Trials:
         recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
 
         engine = assembly.accelerator(recipe, self.device, Path(), "none")
-        # A teacher that is another module than the network is no earlier source of it.
+        # The source is a module of its own here, so `Subject.teacher` takes it as the teacher, and
+        # does not look for what it was made from.
         subject = assembly.Subject(network, copy.deepcopy(self.source.module))
         task = assembly.Task(subject, self.images, recipe, engine, validates=False)
-        # Nothing is written to its folder.
+        # `update` writes nothing, so the folder is never made.
         loop = TrainingRun(task, Folder(Path(), {}), network.module, None, print)
         batches = self.images.batches(task.share, 0, updates)
 
@@ -281,12 +289,13 @@ class Trials:
             loop.update(batches)
             loop.at.update += 1
             self.seconds()
-        # Reading the losses waits for the device.
+        # Reading the losses waits until the device has done all updates.
         loop.sum.item()
         self.updating = (time.monotonic() - start) / updates
         return task.raw
 
     def _classified(self, model: nn.Module) -> tuple[Evaluation, Tensor]:
+        """Return a network's accuracy and classes (N,) on the held-out images."""
         start = time.monotonic()
         answers = classify(devices.place(copy.deepcopy(model), self.device), self.held_out)
         self.evaluating = time.monotonic() - start
