@@ -28,20 +28,20 @@ from normswap.models.network_input import ANSWERS, answer
 from normswap.surgery import comparison, running
 from normswap.surgery.departure import Departure, first_layer_apart
 
-# Times what float32 costs the source, as in `comparison`.
+# A file may be off by this many times what float32 costs the source, as in `comparison`.
 _STRAYING = 4
-# Samples that rounding is measured on.
+# Rounding is measured on the first batches, until they hold so many samples.
 _ROUNDED = 16
-# int8 has no limit: its cost is reported, and the user judges it. Answers of zeros would be off by
-# 1.
+# int8 has no limit of its own: its cost is reported, and the user judges it. A file that always
+# answers 0 is off by 1.
 _INT8 = 1.0
-# Rounding to int8 costs most layers up to 0.05, and those of one kind about the same: 5 times their
-# median stands out.
+# Rounding to int8 costs most layers up to 0.05, and layers of one kind about the same. So a layer
+# stands out if it is off by more than 0.1, and by more than 5 times the median of its kind.
 _INT8_LIMITS = (0.1, 5.0)
-# Images (N, C, H, W), or all that goes in, and labels (N,) if there are any.
+# Images (N, C, H, W), or all inputs of the file; and their labels (N,), or None.
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor | None]
-# The network that a file holds, a copy; and from the file's inputs to all that it computes, or its
-# bytes.
+# A function that gives a copy of the network in a file, and the file in its runtime as a function
+# from inputs to all values inside. Where the runtime tells no values, it gives the file's bytes.
 Inside = Callable[[], tuple[nn.Module, Any]]
 
 
@@ -162,7 +162,7 @@ def check(
             of tensors.
     """
     signature = reference.signature
-    every = {name: _AnswerSums() for name in signature.outputs}
+    by_output = {name: _AnswerSums() for name in signature.outputs}
 
     first: Example | None = None
     for batch, labels in batches:
@@ -185,7 +185,8 @@ def check(
                 f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}"
             )
 
-        measures = reference.rounded and next(iter(every.values())).count < _ROUNDED
+        # What rounding costs is measured on the first batches only.
+        measures = reference.rounded and next(iter(by_output.values())).count < _ROUNDED
         rounded = (
             reference.answers(reference.rounded, x)
             if measures and reference.rounded
@@ -195,20 +196,22 @@ def check(
         axes = comparison.class_axes(answers, reference.anatomy)
         for (name, logits), values, lossy in zip(answers.items(), outputs, rounded, strict=True):
             expected = logits.softmax(-1) if reference.softmax else logits
-            every[name].add(example.count, logits, expected, values, labels, axes.get(name))
+            by_output[name].add(example.count, logits, expected, values, labels, axes.get(name))
             if lossy is not None:
-                every[name].rounding.add(expected, lossy)
+                by_output[name].rounding.add(expected, lossy)
 
         first = first or example
 
     if first is None:
         raise OptionError("no images to check the file on")
 
-    name, sums = max(every.items(), key=lambda pair: pair[1].distance.relative)
+    # The error is that of the worst output. Agreement and top-1 are those of the answer, if one of
+    # the outputs is the answer.
+    name, sums = max(by_output.items(), key=lambda pair: pair[1].distance.relative)
     allowed = _allowed(reference, dtype, first, name, sums)
     shown = next(
-        (every[answer_name] for answer_name in ANSWERS if answer_name in every),
-        sums if len(every) == 1 else _AnswerSums(),
+        (by_output[answer_name] for answer_name in ANSWERS if answer_name in by_output),
+        sums if len(by_output) == 1 else _AnswerSums(),
     )
     figures = Figures(
         sums.distance.relative,
@@ -216,11 +219,11 @@ def check(
         sums.count,
         allowed,
         described,
-        shown.argued,
+        shown.places,
         shown.unit,
         shown.hits("source"),
         shown.hits("file"),
-        name if len(every) > 1 else "",
+        name if len(by_output) > 1 else "",
     )
 
     figures = _looked_into(figures, reference, inside, first, dtype)
@@ -239,7 +242,8 @@ def check(
 def _looked_into(
     figures: Figures, reference: Reference, inside: Inside | None, example: Example, dtype: str
 ) -> Figures:
-    # That a file is off is said, too, where nobody can look into it.
+    """Return the figures with the place where the file is off, if it can be found."""
+    # Whatever fails here, the user is told how far the file is off.
     with suppress(Exception):
         if inside and (dtype == "int8" or not figures.passed):
             network, runs = inside()
@@ -260,14 +264,14 @@ def _allowed(
     The source's rounding is measured on the first batch.
     """
     if dtype == "int8":
-        # Labels may be off by half of the squares that chance would be off by.
+        # The squared error of labels may be half of what guessing gives.
         return 0.5**0.5 if sums.distance.discrete else _INT8
 
     allowed = comparison.FLOAT32_TOLERANCE
-    # dp / p = dz - sum p dz, so |dp| / |p| <= 2 max |dz|.
+    # For p = softmax(z), dp / p = dz - sum p dz, so |dp| / |p| <= 2 max |dz|.
     if reference.softmax:
         allowed *= max(1.0, 2 * sums.peak)
-    # Eleven files were off by 0.1 to 1.4 times what rounding costs.
+    # Eleven files in half precision were off by 0.1 to 1.4 times what rounding costs.
     allowed = max(allowed, comparison.ROUNDING * sums.rounding.relative)
     if sums.distance.relative > allowed:
         allowed = max(allowed, _STRAYING * _stray(reference, first, name, sums))
@@ -278,7 +282,7 @@ def _allowed(
 def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -> float:
     """Return how far the source is from its own float64 values, on the first batch.
 
-    In a chaotic network that is far.
+    In a network that enlarges rounding errors from block to block, that is far.
     """
     signature = reference.signature
     outputs = running.outputs_double(reference.source, first.map_floats(Tensor.double))
@@ -296,9 +300,9 @@ def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -
 
 
 class Distance:
-    """The relative L2 between values, streamed over batches.
+    """The relative L2 distance between values, summed over batches.
 
-    The error of labels, masks and counts is relative to chance.
+    The error of labels, masks and counts is relative to the error of guessing.
     """
 
     def __init__(self) -> None:
@@ -307,6 +311,7 @@ class Distance:
         self.discrete = False
 
     def add(self, expected: Tensor, values: Tensor) -> None:
+        """Add a batch. Values of another shape, or not finite, are infinitely far off."""
         self.discrete = not expected.is_floating_point()
         fits = expected.shape == values.shape and bool(torch.isfinite(values).all())
         expected = expected.double()
@@ -320,19 +325,34 @@ class Distance:
     def relative(self) -> float:
         whole = self.squares
         if self.discrete:
-            # Two draws of the same labels are off by twice their variance.
+            # Guesses with the frequencies of the labels are off by twice the labels' variance.
             whole = 2 * (self.squares - self.sum**2 / max(self.count, 1))
         return math.sqrt(self.off / max(whole, 1e-300))
 
 
 class _AnswerSums:
-    """Sums over the batches."""
+    """How one output of a file compares with the source's, counted over all batches.
+
+    Attributes:
+        distance: The distance of the file from the source.
+        rounding: The distance of the rounded network from the source, on the first batches.
+        peak: The largest absolute value of the source's output.
+        count: The number of samples.
+        compared: The number of samples whose classes were compared.
+        places: The number of classes that were compared: one for each image, or for each position
+            of a map.
+        same: The number of them that are the same in file and source.
+        unit: The name of one such place: images, pixels, voxels ...
+        first: The source's output on the first batch.
+        labelled: The number of images whose label is a class of the network.
+        right: The number of images whose class is the label, for the source and for the file.
+    """
 
     def __init__(self) -> None:
         self.distance = Distance()
         self.rounding = Distance()
         self.peak = 0.0
-        self.count = self.argued = self.same = self.compared = 0
+        self.count = self.places = self.same = self.compared = 0
         self.unit = "images"
         self.first: Tensor | None = None
         self.right = {"source": 0, "file": 0}
@@ -363,12 +383,14 @@ class _AnswerSums:
         self.count += count
         if logits.numel():
             self.peak = max(self.peak, float(logits.double().abs().max()))
+        # An argmax is a class only where the output has scores of classes, for each sample, and
+        # where the file's numbers are finite and of the same shape.
         if axis is None or not math.isfinite(self.distance.off) or len(expected) != count:
             return
 
         self.compared += count
         same = expected.argmax(axis) == actual.argmax(axis)
-        self.argued = self.argued + same.numel()
+        self.places = self.places + same.numel()
         self.same = self.same + int(same.sum())
         self.unit = unit(expected)
 
@@ -382,17 +404,20 @@ class _AnswerSums:
                 self.right[who] += int((scores.argmax(1) == labels).sum())
 
     def hits(self, who: str) -> float | None:
-        """Top-1 in percent; None unless all images have a label that is a class of the network."""
+        """Return the top-1 of `source` or `file` in percent.
+
+        It is None unless all images have a label that is a class of the network.
+        """
         if not self.labelled == self.count > 0:
             return None
         return 100 * self.right[who] / self.count
 
     @property
     def agreement(self) -> float | None:
-        """None where it is no row of scores per image."""
+        """The share of places with the same class; None unless all samples have classes."""
         if not self.compared == self.count > 0:
             return None
-        return self.same / self.argued
+        return self.same / self.places
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:

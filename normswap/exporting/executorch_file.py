@@ -39,6 +39,7 @@ def _traced(contents: FileContents) -> ExportedProgram:
 
 
 def _lowered(program: ExportedProgram, contents: FileContents) -> bytes:
+    """Return the bytes of the .pte file of a program, with the metadata as a method."""
     with silent():
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower

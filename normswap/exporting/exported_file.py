@@ -180,6 +180,7 @@ class ExportedFile:
         return ExportRequest.of(for_size(model, size), self.file, self.form, None, settings)
 
     def _require_images(self) -> None:
+        """Refuse a file that does not say how its images are prepared, or takes other inputs."""
         if not {"input", "normalize", "output"} <= self.body.keys():
             what = "does not say how images are prepared for it"
             why = "`normswap export` did not write it"

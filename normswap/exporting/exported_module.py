@@ -135,8 +135,10 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
     shifts: dict[nn.Module, list[Tensor]] = {}
 
     def watch(layer: nn.Module) -> RemovableHandle:
+        # This copy computes what rounding loses: its weight is the weight less the rounded weight.
         losing = copy.deepcopy(layer)
         levels: float = how.levels
+        # Such a quantizer gives a 7-bit weight 63.5 steps on either side of 0, an 8-bit one 127.
         if halves and levels < 127:
             levels = 127 if own_forwards.is_depthwise(layer) else 63.5
         losing.get_parameter("weight").sub_(_rounded(layer, levels))
@@ -173,6 +175,7 @@ def _rounded(layer: nn.Module, levels: float) -> Tensor:
 
 
 def _step(layer: nn.Module, levels: float) -> Tensor:
+    """Return the quantization step of each output channel: its largest weight over `levels`."""
     weight = layer.get_parameter("weight")
     others = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]
     return (weight.abs().amax(others, keepdim=True) / levels).clamp_min(

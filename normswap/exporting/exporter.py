@@ -145,7 +145,8 @@ def export(
     log("folding")
     network = folded(request)
     rounded = network.rounded(HALVES[dtype]) if dtype in HALVES else None
-    # A file in fp32 that runs here is itself held to the tolerance of the folded network.
+    # The folded network is checked by itself, unless the file will be held to the same tolerance:
+    # a file in fp32 that runs here.
     if dtype != "fp32" or not form.runs_here:
         batches, described = request.batches(None if form.runs_here else images)
         checks.check(
@@ -268,12 +269,14 @@ def fold_for_export(network: Network) -> nn.Module:
     """
     model = network.module
     try:
+        # Without a classifier and the role `head`, the last norm may move into the classifier.
         anatomy = network.anatomy
         norms = tuple(
             replace(norm, role="other") if norm.role == "head" else norm for norm in anatomy.norms
         )
         anatomy = replace(anatomy, classifier=None, norms=norms)
     except TraceError:
+        # A network that cannot be seen goes into the file as it is, if there is nothing to fold.
         if any(
             affine.is_affine(module) or reparametrized.is_reparametrized(module)
             for module in model.modules()

@@ -44,7 +44,7 @@ from normswap.exporting.settings import DTYPES, SAFE_BITS, WHOLE_BITS, FileSetti
 from normswap.models import kinds
 from normswap.storage import atomic_write
 
-# The command's help lists the formats, and need not wait for torch.
+# The command's help lists the formats, and should not wait for torch.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -318,6 +318,7 @@ def _named(name: str) -> Format:
 
 
 def _name_of(file: Path, name: str | None) -> str:
+    """Return the name of the format that is asked for, or that the file's ending says."""
     meant = next(
         (other for other, form in _FORMATS.items() if form.ending == file.suffix.lower()), None
     )

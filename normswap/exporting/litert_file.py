@@ -115,6 +115,7 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     model = schema.ModelT.InitFromPackedBuf(bytearray(content))
     graph = model.subgraphs[0]
     called = model.signatureDefs[0]
+    # The converter ends its own names in the number of the input or output.
     for maps, names in ((called.inputs, signature.inputs), (called.outputs, signature.outputs)):
         maps.sort(key=lambda entry: int(entry.name.rpartition(b"_")[2]))
         for entry, name in zip(maps, names, strict=True):
@@ -125,6 +126,7 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     model.metadata = [*(model.metadata or []), noted]
     text = json.dumps(dict(contents.metadata)).encode()
     model.buffers.append(schema.BufferT(data=np.frombuffer(text, np.uint8)))
+    # The bytes of some buffers lie behind the records, at an offset that will not hold any longer.
     for buffer in model.buffers:
         if buffer.offset:
             buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
@@ -171,7 +173,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         values = [
             _real(engine.get_tensor(entry["index"]), entry["quantization"]) for entry in outputs
         ]
-        # Inside, channels are the last dimension of images.
+        # Inside of the file, channels are the last dimension of images: both orders are given.
         return values + [value.movedim(-1, 1) for value in values if inside and value.ndim == 4]
 
     return runs

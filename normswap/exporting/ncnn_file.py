@@ -32,7 +32,8 @@ def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
     signature = contents.network.signature
     half = contents.network.dtype == torch.float16
-    # What a killed process leaves lies in the folder that the next export names.
+    # It lies in the folder of `atomic_write`. If the process is killed, the next export names that
+    # folder to the user.
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         place = Path(folder) / "network.ncnn.param"
         whole = contents.in_float32
@@ -112,7 +113,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         if len(tensors[0]) != 1:
             raise ValueError(f"ncnn takes one image at a time, not {len(tensors[0])}")
         extractor = net.create_extractor()
-        # By default a value is forgotten when all that reads it has run.
+        # By default ncnn frees a value once all layers that read it have run.
         extractor.set_light_mode(not inside)
         for name, x in zip(inputs, tensors, strict=True):
             extractor.input(name, ncnn.Mat(np.ascontiguousarray(x[0].numpy())).clone())

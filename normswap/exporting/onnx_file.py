@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 # Protobuf's 2 GiB, less what the graph itself takes.
 _LIMIT = 2**31 - 2**20
-# The first that has RMSNormalization, which is six operators in opsets before.
+# The first opset that has RMSNormalization. In earlier ones an RMSNorm is six operators.
 _RMS_OPSET = 23
-# The classifier's answers are not rounded. What another layer reads is rounded there.
+# The output of the last Gemm, the classifier's, is not rounded. A layer that reads another Gemm's
+# output rounds it.
 _UNROUNDED = {"OpTypesToExcludeOutputQuantization": ["Gemm"]}
 
 
@@ -206,7 +207,7 @@ def pool_means(graph: onnx.GraphProto) -> None:
         pooled = result if keeps_sides else f"{result}_pooled"
         nodes.append(helper.make_node("GlobalAveragePool", [node.input[0]], [pooled], node.name))
         if not keeps_sides:
-            # As many rows as there are, and the rest of the numbers.
+            # In ONNX, 0 keeps the number of rows, and -1 stands for all other numbers. 7 is int64.
             rows = helper.make_tensor(f"{result}_shape", 7, [2], [0, -1])
             graph.initializer.append(rows)
             nodes.append(
@@ -218,7 +219,7 @@ def pool_means(graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer
         if tensor.name in constants and tensor.name not in read
     ]
-    # ONNX Runtime warns of them.
+    # ONNX Runtime would warn of constants that nothing reads.
     for tensor in unread:
         graph.initializer.remove(tensor)
     del graph.node[:]
@@ -229,7 +230,8 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
     """Write a model in fp32 to `file` in int8."""
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-    # onnxruntime's tool warns there that the model was not preprocessed. It is folded.
+    # The tool warns in the root logger that the model was not preprocessed. It need not be: it is
+    # folded.
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)
@@ -252,6 +254,8 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
 
 
 class _CalibrationReader:
+    """The images, as onnxruntime's calibration asks for them."""
+
     def __init__(self, how: Quantization) -> None:
         self.left: Iterator[dict[str, np.ndarray]] = ({INPUT: x.numpy()} for x in how.images)
 
@@ -268,6 +272,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     if inside:
         import onnx
 
+        # All values become outputs of a copy of the graph.
         model = onnx.load(file)
         values = set(itertools.chain.from_iterable(node.output for node in model.graph.node))
         values -= {end.name for end in model.graph.output}

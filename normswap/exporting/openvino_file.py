@@ -26,7 +26,7 @@ from normswap.exporting.settings import SAFE_BITS, Quantization
 if TYPE_CHECKING:
     import openvino as ov
 
-# Operators that compute nothing.
+# Nodes of a graph that compute nothing.
 _ENDS = ("Constant", "Parameter", "Result")
 
 
@@ -36,10 +36,12 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _model(contents: FileContents, beside: Path) -> ov.Model:
+    """Return OpenVINO's model of the network, made from an ONNX file in the folder `beside`."""
     import onnx
     import openvino as ov
 
-    # What a killed process leaves lies in the folder that the next export names.
+    # It lies in the folder of `atomic_write`. If the process is killed, the next export names that
+    # folder to the user.
     with tempfile.TemporaryDirectory(dir=beside) as folder:
         file = Path(folder) / "network.onnx"
         onnx.save(onnx_file.graph(contents), file)
@@ -47,6 +49,7 @@ def _model(contents: FileContents, beside: Path) -> ov.Model:
 
 
 def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
+    """Write a model with its metadata, and its weights beside it."""
     import openvino as ov
 
     for key, value in contents.metadata.items():

@@ -217,6 +217,7 @@ def _require_plain_entry(info: zipfile.ZipInfo) -> None:
 
 
 def _read(entries: _Entries) -> Pt2Archive:
+    """Return what an archive holds, with every entry checked."""
     # torch knows the operators of int8 once they are imported.
     with quiet():
         importlib.import_module("torch.ao.quantization.fx._decomposed")
@@ -313,7 +314,7 @@ def _unpickle(entries: _Entries, name: str) -> object:
         _require_known_names(content)
         with quiet():
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    # Whatever the restricted unpickler does not take, torch would read by the full one.
+    # torch.export.load would read by the full unpickler what the restricted one refuses.
     except Exception:
         raise NotAllowedError(f"a pickle of more than tensors and numbers: {shown(name)}") from None
 

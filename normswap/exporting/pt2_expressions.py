@@ -73,6 +73,7 @@ def require_guard(text: str) -> None:
 
 
 def _parsed(text: str) -> ast.Expression:
+    """Return the syntax tree of an expression, if its length, numbers and powers are small."""
     if not text.isascii() or len(text) > _LONGEST:
         raise NotAllowedError(f"the expression {shown(text)}")
 

@@ -73,6 +73,8 @@ def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
 
 
 class _Cast(nn.Module):
+    """The parametrization by which a file stores bfloat16 and computes in float32."""
+
     def forward(self, stored: Tensor) -> Tensor:
         return stored.float()
 
@@ -149,7 +151,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         assert isinstance(module, fx.GraphModule)
         copies = []
         for node in [node for node in module.graph.nodes if node.op == "call_function"]:
-            # What follows may write into the value.
+            # A later operator may write into the value, so it is copied at once.
             with module.graph.inserting_after(node):
                 copies.append(module.graph.call_function(copy.deepcopy, (node,)))
         module.graph.output_node().args = (copies,)
@@ -159,8 +161,8 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def _module(program: ExportedProgram) -> nn.Module:
-    """Return the program's module. Sizes of inputs are compared, not by source that is executed."""
-    # Before torch 2.9 it executed none, and had no such argument.
+    """Return the program's module, which checks the sizes of inputs without executing source."""
+    # Before torch 2.9 no source was executed, and there was no such argument.
     if "check_guards" in inspect.signature(program.module).parameters:
         return program.module(check_guards=False)
     return program.module()

@@ -112,7 +112,7 @@ class ExportRequest:
     def traced_on(self) -> tuple[Tensor, ...]:
         """The inputs for tracing.
 
-        They are two samples where the number is free, as torch.export takes 1 for a constant.
+        They are two samples if the number of samples is free: torch.export takes 1 for a constant.
         """
         count = 1 + self.settings.dynamic_batch
         if not self.inputs:
@@ -216,7 +216,7 @@ class ExportRequest:
                 )
 
         every = self.raw(torch.cat(batches))
-        # The tools want batches of one size.
+        # The tools want batches of one size: the largest that divides the number of images.
         even = next(size for size in range(min(_BATCH, len(every)), 0, -1) if not len(every) % size)
         bits = self.settings.weight_bits or self.form.weight_bits[0]
         return Quantization(every.split(even if self.settings.dynamic_batch else 1), bits)

@@ -253,7 +253,7 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
         raise SourceError(f"{place} cannot be read", str(error), _REMEDY) from None
     _check(beside, str(place))
 
-    # What was measured is written beside the file after the file itself.
+    # The sidecar beside the file has more keys than the copy inside of it: what was measured.
     for key, value in inside.items():
         if beside.get(key) != value:
             why = f"{key} is not what {file.name} says by itself"

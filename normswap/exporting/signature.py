@@ -20,7 +20,7 @@ _OTHERS = (
 
 
 class NoAnswerError(OptionError):
-    """Not one tensor comes out, or no row per image."""
+    """The network does not give one tensor with a row per image."""
 
 
 @dataclass(frozen=True)

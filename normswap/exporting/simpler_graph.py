@@ -2,9 +2,9 @@
 
 Some tools refuse operators of torch.export's graph, or compute constants at each run.
 
-What depends on no input is computed once: the anchors of detectors, grids of positions, biases from
-tables. What a transformer takes from (N, L, 3 h d) by way of five dimensions becomes slices of the
-last dimension. Values stay.
+Whatever depends on no input becomes a constant: the anchors of detectors, grids of positions,
+biases from tables. The queries, keys and values that a transformer takes from (N, L, 3 h d) by way
+of five dimensions become slices of the last dimension. The values stay the same.
 """
 
 import copy
@@ -127,7 +127,7 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
 
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
-    """Return an argument of which a node reads only shape and type, with a tensor of those."""
+    """Return the argument of which a node reads only shape and type, and a tensor that has them."""
     if node.target not in _FORM:
         return {}
     tensor = node.args[_FORM[node.target]]
