@@ -69,7 +69,7 @@ def _kind_of(default: object) -> type:
 
 
 def names() -> list[str]:
-    """The schemes that one can convert to, as the command line spells them."""
+    """Return the names of the schemes that one can convert to, as `--to` takes them."""
     plugins.load("normswap.schemes")
     return sorted([*TARGETS, *_registered])
 
@@ -114,24 +114,33 @@ def check_purpose(name: str | None) -> None:
 
 
 def _unknown(name: str) -> OptionError:
+    """Return the error for a name that no scheme has."""
     targets = sorted([*names(), "unfold"])
     remedy = near(str(name), targets, f"Known: {', '.join(targets)}", 1)
     return OptionError(f"unknown scheme {name!r}", remedy=remedy)
 
 
 def chosen(name: str, options: Options) -> Chosen:
-    """The scheme with all its options: its defaults, overruled by these (`check_given`)."""
+    """Return a scheme with all its options: the given ones, and the defaults of the others.
+
+    Args:
+        name: The name of the scheme.
+        options: The given options.
+
+    Raises:
+        OptionError: There is no such scheme or option, or an option does not take its value.
+    """
     scheme = get(name)
     return Chosen(scheme, {**options, **check_given(name, scheme.options, options)})
 
 
 def of(step: Step) -> Chosen:
-    """The scheme and the options that a step was planned with."""
+    """Return the scheme that a step was planned with, and its options."""
     return chosen(step.scheme, step.options)
 
 
 def all_options() -> dict[str, tuple[Option, list[str]]]:
-    """Every option by name, with the schemes that have it."""
+    """Return every option by name, with the names of the schemes that have it."""
     names_of: dict[str, tuple[Option, list[str]]] = {}
     plugins.load("normswap.schemes")
     for name, scheme in {**TARGETS, **_registered}.items():
@@ -141,7 +150,7 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
 
 
 def described() -> str:
-    """The options of all schemes, a line each: for `help(normswap.convert)`."""
+    """Return a line for each option of each scheme, for `help(normswap.convert)`."""
     lines = ""
     for name, scheme in TARGETS.items():
         for option in scheme.options:
@@ -150,7 +159,14 @@ def described() -> str:
 
 
 def changed(scheme: str, options: Options) -> Options:
-    """The options that are not the scheme's defaults; all of them, if the scheme is not known."""
+    """Return the options whose values are not the scheme's defaults.
+
+    If the scheme is not known, all options are returned.
+
+    Args:
+        scheme: The name of the scheme.
+        options: The options to choose from.
+    """
     try:
         defaults = get(scheme).defaults
     except OptionError:

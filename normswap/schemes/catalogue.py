@@ -1,4 +1,4 @@
-"""All schemes: what each is called, computes with and needs. Reading it imports no torch.
+"""The records of all schemes that come with the package. Importing this file imports no torch.
 
 A scheme's functions are named by module and function, and imported when they are first called.
 Third parties add schemes with `normswap.register_scheme`.
@@ -14,11 +14,16 @@ from normswap.schemes.scheme import Option, Options, Range, Scheme, TrainingProo
 
 @dataclass(frozen=True)
 class Function:
-    """The function `module.name` of the package, imported when it is called."""
+    """A function of the package that is imported when it is first called.
+
+    Args:
+        name: The path of the function below `normswap`, such as `schemes.dyt.plan`.
+    """
 
     name: str
 
     def load(self) -> Callable[..., Any]:
+        """Import and return the function."""
         module, _, function = self.name.rpartition(".")
         loaded: Callable[..., Any] = getattr(
             importlib.import_module(f"normswap.{module}"), function
@@ -30,6 +35,7 @@ class Function:
 
 
 def _keeps(option: str, value: str) -> Callable[[Options], bool]:
+    """Return a function that tells whether an option has the value that keeps the function."""
     return lambda options: bool(options[option] == value)
 
 
@@ -65,7 +71,7 @@ _FILTER_MEANS = (
 )
 _RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
 _RECALIBRATED = {"data": "", "samples": None, "batch_size": 64, "against": 0, "scales": True}
-# A norm with statistics per sample in place of every BatchNorm.
+# The fields of a scheme that puts a norm with statistics per sample in place of every BatchNorm.
 _PER_SAMPLE: dict[str, Any] = {
     "exact": False,
     "fit": Function("schemes.groupnorm.fit"),
@@ -340,7 +346,7 @@ PURPOSES: dict[str, Scheme] = {
     ),
 }
 
-# Steps of a plan that are no targets: what comes before a scheme, or stands alone.
+# Steps of a plan that are no targets. They come before or after the step of a scheme, or alone.
 STEPS: dict[str, Scheme] = {
     "estimate": Scheme(
         Function("schemes.statistics.plan_estimate"),

@@ -1,8 +1,9 @@
 """Dynamic Tanh in place of every BatchNorm: gamma tanh(alpha x) + beta, with one alpha per layer.
 
 The convolution before absorbs the BatchNorm's mean and deviation, so that one alpha fits all
-channels. In pre-activation networks a scale and shift in front does that. `dynamic_tanh` has the
-formula of gamma', `tanh_factors` the factors of channels with long tails.
+channels. If no convolution can absorb them (pre-activation networks), a scale and shift in front of
+the tanh holds them. `layers.dynamic_tanh` has the formula of the new gamma. `tanh_factors` makes
+channels with long tails smaller.
 """
 
 from normswap.calibration.sequential_fit import refit
@@ -16,7 +17,12 @@ from normswap.schemes.scheme import FitTask
 
 
 def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
-    """Plan a Dynamic Tanh in place of every BatchNorm."""
+    """Plan a Dynamic Tanh in place of every BatchNorm.
+
+    Args:
+        anatomy: The recorded network.
+        bend: The alpha that every layer starts with.
+    """
     builder, norms = replaceable_batchnorms(anatomy, "Dynamic Tanh")
     for path, module in norms.items():
         conv = conv_before(builder, module)
@@ -34,7 +40,7 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Choose the factors of the channels; with images, fit convolutions, gamma and beta as well."""
+    """Choose the factors of the channels. With images, then fit convolutions, gammas and betas."""
     target = task.after(fitting_target(task.step))
     choose_factors(target, task.result, task.step, task.example, task.batches or ())
 
@@ -50,5 +56,5 @@ def fit(task: FitTask) -> None:
 
 
 def fitting_target(step: Step) -> Step:
-    """The same step without the tanh: the target of the fit."""
+    """Return the same step without the tanh. It makes the network that the result is fitted to."""
     return exchanged(step, DynamicTanh.__name__, Straight.__name__)

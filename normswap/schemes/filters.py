@@ -24,7 +24,14 @@ from normswap.schemes.skipinit import scale_branches
 
 
 def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
-    """Plan standardized filters, and a scalar on each residual branch."""
+    """Plan standardized filters, and a scalar on each residual branch.
+
+    Args:
+        anatomy: The recorded network.
+        mean: What happens to the mean of a filter. See `standardize`.
+        stem: What happens to the means of the first convolution.
+        depthwise: What happens to the means of depthwise filters.
+    """
     builder = scale_branches(anatomy, None) if anatomy.blocks else fold_norms(anatomy)
     return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
 
@@ -35,12 +42,18 @@ def plan_centered_weightnorm(
     """Plan standardized filters for every convolution: W = g (v - mean v) / |v - mean v|.
 
     The factor g holds the filter's norm, up to the square root of its fan-in.
+
+    Args:
+        anatomy: The recorded network.
+        mean: What happens to the mean of a filter. See `standardize`.
+        stem: What happens to the means of the first convolution.
+        depthwise: What happens to the means of depthwise filters.
     """
     return standardize(fold_norms(anatomy), mean=mean, stem=stem, depthwise=depthwise)
 
 
 def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
-    """Give every convolution standardized filters, but those of gates and the classifier.
+    """Plan standardized filters for every convolution except gates and the classifier.
 
     Args:
         builder: The plan in the making.
@@ -91,6 +104,11 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
 def _padding(
     builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd
 ) -> str | tuple[int, ...]:
+    """Return the padding of a convolution that can be standardized.
+
+    Raises:
+        NotFoldable: The convolution cannot be standardized.
+    """
     check_linear(builder, path, conv)
 
     if reparametrized.keeps_input_bias(conv):
@@ -122,7 +140,15 @@ def plan_spectralnorm(anatomy: Anatomy) -> PlanBuilder:
 
 
 def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
-    """Fold the network, and give every linear layer whose weight can be replaced that `layer`."""
+    """Fold the network, and plan a layer in place of every convolution and linear layer.
+
+    Args:
+        anatomy: The recorded network.
+        layer: The class of the new layer, by name.
+
+    Raises:
+        RefusedError: No layer's weight can be replaced.
+    """
     builder = fold_norms(anatomy)
     modules = anatomy.traced.modules
 
@@ -147,6 +173,7 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
 def fit(task: FitTask) -> None:
     """Fit the zero-sum filters to a network that keeps all means and equals the source."""
     assert task.batches is not None
+    # The same step with every mean kept makes the network that the result is fitted to.
     edits = []
     for edit in task.step.edits:
         if "mean" in edit.args:

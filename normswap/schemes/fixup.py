@@ -45,6 +45,7 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
 
 
 def _place_scales(builder: PlanBuilder) -> None:
+    """Plan a multiplier of 1 at the end of each residual branch that has none."""
     modules = builder.traced.modules
     for block in builder.anatomy.included_blocks:
         if block.tail is None:
@@ -56,9 +57,10 @@ def _place_scales(builder: PlanBuilder) -> None:
 
 
 def _shift_layers(builder: PlanBuilder) -> None:
-    """Plan a bias before each layer.
+    """Plan a scalar bias of 0 before each convolution and linear layer.
 
-    The biases are planned first, so that a layer that ends a branch absorbs the branch's scalar.
+    The biases are planned before the multipliers, so that a layer that ends a branch absorbs the
+    branch's multiplier.
     """
     modules = builder.traced.modules
     for path in linear_paths(builder.anatomy):
@@ -78,7 +80,10 @@ def _shift_layers(builder: PlanBuilder) -> None:
 
 
 def linear_paths(anatomy: Anatomy) -> list[str]:
-    """Every convolution and linear layer that forward calls and that takes part, each once."""
+    """Return the paths of the convolutions and linear layers that forward calls, each once.
+
+    Layers that do not take part (`only`, `skip`) are left out.
+    """
     traced = anatomy.traced
     paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
     return distinct(
@@ -93,7 +98,7 @@ def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
     calls = builder.traced.calls.get(id(module), ())
     ahead: list[fx.Node] = []
     for call in calls:
-        # timm's `drop_block` is an identity between them.
+        # timm has its `drop_block`, an identity, between a norm and its activation.
         ahead += readers(builder, call, builder.is_identity)
 
     final = [node for node in ahead if not builder.is_identity(node)]
@@ -120,7 +125,13 @@ def _reset(builder: PlanBuilder) -> None:
 
 
 def _branch(anatomy: Anatomy, block: Block, last: str) -> list[str]:
-    """The convolutions on the branch, without gates, up to `last`."""
+    """Return the paths of the convolutions and linear layers on a branch, without its gates.
+
+    Args:
+        anatomy: The recorded network.
+        block: The residual block.
+        last: The path of the last layer on the branch, from which the search goes upwards.
+    """
     traced = anatomy.traced
     convolutions = []
     skip = next(arm for arm in block.total.all_input_nodes if arm is not block.branch)

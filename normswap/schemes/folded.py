@@ -1,7 +1,8 @@
 """The canonical form, for fast inference: convolutions with bias, activations and sums.
 
 W' = s W, b' = s b + t with s = gamma / sqrt(var + eps), t = beta - mean s
-(`folding.canonical_form`). LayerNorms keep their standardization, and lose scale and shift.
+(`folding.canonical_form`). LayerNorms keep their standardization; their scale and shift move into
+other layers.
 Parallel branches that are summed become one convolution, in which a scale per channel is one tap
 (`layers.merged`; Ding et al. 2021, arXiv:2101.03697, section 3.3).
 """
@@ -15,7 +16,12 @@ from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome
 
 
 def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
-    """Plan the canonical form; a step after this one merges the `branches`."""
+    """Plan the canonical form.
+
+    Args:
+        anatomy: The recorded network.
+        branches: Whether summed branches are merged. A step after this one does it.
+    """
     builder = fold_norms(anatomy)
     norm_affine.move(builder)
     norm_affine.move_layer_scales(builder)
@@ -31,6 +37,7 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
 
 
 def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
+    """Plan one convolution in place of summed branches, and placeholders for the others."""
     reads = list(merge.others)
     takes = [Absorption(AbsorbMode.SUM)] * len(merge.others)
 

@@ -27,13 +27,14 @@ def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
 def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
     """Plan a norm per channel and sample in place of every BatchNorm.
 
-    It erases the mean and the size of each channel, so a channel of one element is refused.
+    The norm erases the mean and the size of each channel. If channels have one element, it would
+    erase them altogether, so such networks are refused.
     """
     return plan(anatomy, channelwise=True, groups=0, group_size=1, relative_eps=0.0)
 
 
 def fit(task: FitTask) -> None:
-    """Choose the rescaling before each norm; with images, then fit layer by layer."""
+    """Choose the rescaling before each norm. With images, then fit layer by layer."""
     if not rescalable(task.step) and task.batches is None:
         return
 
@@ -126,6 +127,14 @@ def plan(
 
 
 def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
+    """Return the number of groups of a norm, and note it if it is not the wanted one.
+
+    Args:
+        builder: The plan in the making, which gets the note.
+        path: The path of the norm.
+        channels: The number of its channels.
+        groups: The wanted number of groups.
+    """
     count = nearest_divisor(channels, groups)
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)
@@ -142,17 +151,23 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
 
 
 def absolute_eps(norm: nn.Module, relative_eps: float) -> float:
-    """The BatchNorm's own eps, and a multiple of the mean of its channels' variances."""
+    """Return the eps of the norm that replaces a BatchNorm.
+
+    It is the BatchNorm's own eps plus a multiple of the mean of its channels' variances.
+    """
     return affine.epsilon(norm) + relative_eps * float(affine.statistics(norm)[1].mean())
 
 
 def fitting_target(step: Step) -> Step:
-    """The same step with the BatchNorms left in place: the target of the fit."""
+    """Return the same step with BatchNorms left in the places of GroupNorms.
+
+    It makes the network that the result is fitted to.
+    """
     return exchanged(step, "GroupNorm", "Recentred")
 
 
 def nearest_divisor(channels: int, groups: int) -> int:
-    """The divisor of `channels` nearest to `groups`; of two, the smaller."""
+    """Return the divisor of `channels` nearest to `groups`; of two as near, the smaller."""
     return min(
         (d for d in range(1, channels + 1) if channels % d == 0), key=lambda d: (abs(d - groups), d)
     )

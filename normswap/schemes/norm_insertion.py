@@ -1,9 +1,13 @@
 """`batchnorm`, `frozen-bn`, `affine` and `tune`: a layer wherever a BatchNorm stands, or stood.
 
-The new layer computes what stands there now (Ioffe & Szegedy 2015, section 3: the transform can be
-the identity). Where a norm was folded back, its output stands there: mean = beta, variance =
-gamma^2 var / (var + eps). Where a norm was folded forward, or left a shift or an affine map, its
-input stands there, with its running statistics.
+The new layer computes what the network computes there now. After a norm has been folded away, that
+is the identity (Ioffe & Szegedy 2015, section 3: a BatchNorm can be the identity). The new layer's
+statistics depend on how the norm was folded:
+
+- A norm that was folded back leaves its output in the place: mean = beta,
+  variance = gamma^2 var / (var + eps).
+- A norm that was folded forward, or left a shift or an affine map, leaves its input in the place,
+  with its running statistics.
 """
 
 import math
@@ -25,10 +29,14 @@ from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
 
 
 def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
-    """Plan a BatchNorm wherever a norm stands or stood; `where` and `like` are planned elsewhere.
+    """Plan a BatchNorm wherever a norm stands or stood.
 
-    In training `ghost_batch` samples share statistics (Hoffer et al. 2017, arXiv:1705.08741,
-    algorithm 1).
+    Args:
+        anatomy: The recorded network.
+        where: Not read here. A step before this one places norms in networks that never had any.
+        like: Not read here. The conversion gives the result the architecture's own class.
+        ghost_batch: The number of samples that share statistics in training (Hoffer et al. 2017,
+            arXiv:1705.08741, algorithm 1). 0 stands for all samples of a batch.
     """
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
@@ -47,9 +55,9 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
 
 
 def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm of constants wherever one stands or stood.
+    """Plan a norm of constants wherever a norm stands or stood.
 
-    It is a `FrozenBatchNorm2d`, or timm's class where the norm has an activation.
+    The new norm is a `FrozenBatchNorm2d`, or timm's class if the norm has an activation.
     """
 
     def freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
@@ -63,7 +71,10 @@ def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_affine(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a learnable scale and shift in place of every norm: what it computes in eval mode."""
+    """Plan a learnable scale and shift in place of every norm.
+
+    They start as the map that the norm computes in eval mode.
+    """
 
     def keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
         builder.replace(path, ChannelAffine.__name__)
@@ -73,8 +84,9 @@ def plan_affine(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_tune(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a live gamma for every convolution before a norm, which scales its weight at each step.
+    """Plan that the gamma of each norm scales the weight of the convolution before it.
 
+    The gamma still learns, and the weight is scaled anew in each forward:
     W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean). A norm that
     no plain 2-D convolution can absorb keeps frozen statistics in its place, and learns gamma and
     beta there.
@@ -108,7 +120,10 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
 
 
 def _folding(anatomy: Anatomy) -> dict[str, str]:
-    """By norm, the convolution into which it alone folds, or was folded."""
+    """Return the convolution into which each norm folds or was folded, by the norm's path.
+
+    Norms that share a convolution, or fold into several, are left out.
+    """
     modules = anatomy.traced.modules
     absorbed = {}
     for conv, linear in fold_norms(anatomy).linears.items():
@@ -134,6 +149,7 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
     return {path: convs[0] for path, convs in convolutions.items() if len(convs) == 1}
 
 
+# What is planned for a BatchNorm that still stands, given the plan, its path and the module.
 Wish = Callable[[PlanBuilder, str, nn.Module], None]
 
 
@@ -179,7 +195,7 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
 
 
 def _settings(anatomy: Anatomy, path: str) -> Body:
-    """The recorded settings of the norm that stood at `path`, as an argument of a `SiteNorm`."""
+    """Return the recorded settings of the norm that stood at `path`, for a `SiteNorm`."""
     norms = anatomy.provenance.norms
     names = ("eps", "momentum", "num_batches_tracked")
     settings: dict[str, float | None] = {}
@@ -192,6 +208,14 @@ def _settings(anatomy: Anatomy, path: str) -> Body:
 
 
 def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> None:
+    """Plan a layer in the place of a norm that is gone, or note why there is no place.
+
+    Args:
+        builder: The plan in the making.
+        original: The path of the norm in the network that it was converted from.
+        layer: The class of the new layer, by name.
+        args: The arguments of the new layer.
+    """
     path = builder.anatomy.current_path(original)
     old = builder.traced.modules.get(path)
     if old is None or (id(old) not in builder.traced.calls and not isinstance(old, Vacant)):
@@ -218,6 +242,7 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
 
 
 def _stands_for_a_norm(module: nn.Module | None) -> bool:
+    """Whether a module is an affine map per channel that normswap put in the place of a norm."""
     return isinstance(module, OwnLayer) and module.AFFINE and module.PER_CHANNEL
 
 
@@ -227,7 +252,13 @@ def _ways(edit: Edit) -> list[tuple[str, AbsorbMode]]:
 
 
 def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
-    """Mean and deviation per channel in the place of a norm that is gone."""
+    """Return mean and deviation per channel in the place of a norm that is gone, each (C,).
+
+    Args:
+        anatomy: The recorded network.
+        path: The path of the norm in the network that it was converted from.
+        at_input: Whether the norm left a map in its place, so that its input arrives there.
+    """
     record = anatomy.provenance
     mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
     went_forward = any((path, AbsorbMode.BEFORE) in _ways(edit) for edit in record.plan.edits)
@@ -245,5 +276,8 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """Six digits are enough: the norm is the same map whatever its statistics are."""
+    """Return statistics with six digits.
+
+    That is enough, because the norm is the same map whatever its statistics are.
+    """
     return [float(f"{value:.6g}") for value in values.tolist()]

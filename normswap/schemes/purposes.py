@@ -132,7 +132,10 @@ def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Refuse a layer that learns and holds buffers; give a bias to a parametrized one without."""
+    """Refuse a layer that learns and holds buffers.
+
+    A parametrized layer without learning parameters of its own gets a bias.
+    """
     if not learns(module):
         if parametrize.is_parametrized(module):
             # Without a bias Opacus would hook the parametrization, which sees no samples.
@@ -149,7 +152,10 @@ def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _plan_out_of_place(builder: PlanBuilder, path: str) -> None:
-    """Plan that an activation does not write in place, also inside of a layer that is replaced."""
+    """Plan that the activation at a path does not write in place.
+
+    If the activation is part of a layer that is replaced, the edit of that layer says it.
+    """
     for parent, edit in builder.replacements.items():
         if path.startswith(f"{parent}."):
             builder.replacements[parent] = replace(edit, out_of_place=True)
@@ -158,7 +164,7 @@ def _plan_out_of_place(builder: PlanBuilder, path: str) -> None:
 
 
 def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
-    """Copy the output of a layer that learns before `node` writes into it."""
+    """Plan a copy of the output of a layer that learns, if `node` writes into that output."""
     traced = builder.traced
     writer = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
     if writer is not None and writer.layer == "OutOfPlace":

@@ -1,4 +1,7 @@
-"""Parts of the schemes that replace BatchNorms: which of them, and the convolutions before."""
+"""What the schemes that replace BatchNorms share.
+
+They ask which BatchNorms can be replaced, and which convolution stands before each.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -59,7 +62,11 @@ def replaceable_batchnorms(
 
 
 def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
-    """The convolution whose output this norm alone reads, if it can absorb a scale and shift."""
+    """Return the path of the convolution before a norm, if it can absorb a scale and shift.
+
+    Only this norm may read the convolution's output, and the plan must not change the convolution
+    already. Otherwise None is returned.
+    """
     calls = builder.traced.calls[id(norm)]
     path = str(inputs(calls[0])[0].target)
     try:

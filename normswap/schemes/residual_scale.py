@@ -1,11 +1,12 @@
 """Residual scaling: y = a x + b f(x), with a and b fixed per block by a published rule; no norm.
 
-Any such sequence is a rescaling: with x~ = g x, the first convolutions of f are divided by g and
-the last is multiplied by a g / b, so the function is kept. The factor b sits at the end of the
-branch. The factor a needs a module on the sum: a ReLU module after it, where relu(a z) = a relu(z).
-Without one (pre-activation networks) the branches, which write to the stream, hold it instead, and
-the skip keeps factor 1: with the stream divided by a_1 ... a_l, block l adds
-b / (a_1 ... a_l) f(x).
+Every sequence of such factors is a rescaling. If the stream x is multiplied by g, the first
+convolutions of f are divided by g, and its last convolution is multiplied by a g / b. So the
+function is kept. The factor b sits at the end of the branch. The factor a sits on a ReLU module
+after the sum, because relu(a z) = a relu(z).
+
+A pre-activation network has no module there. Then the skip keeps the factor 1, and the branches
+hold a: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x).
 """
 
 import math
@@ -22,6 +23,7 @@ from normswap.layers.activations import is_homogeneous
 from normswap.layers.planned_layer import scales_branch
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 
+# The published rules: (a, b) of a block, given its number from 1 and the number of all blocks.
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),
     "szegedy": lambda block, depth: (1.0, 0.2),
@@ -33,12 +35,18 @@ RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     ),
 }
 
-# Half precision ends at 2^16, which `balduzzi` reaches on the skips of 32 blocks.
+# The largest factor of a branch. Half precision ends at 2^16, which the rule `balduzzi` reaches if
+# the branches of 32 blocks hold a.
 LARGEST = 2.0**15
 
 
 def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
-    """Fold, then give block l its (a, b)."""
+    """Fold the network, and give each block the factors a and b of a rule.
+
+    Args:
+        anatomy: The recorded network.
+        rule: The name of the rule, a key of `RULES`.
+    """
     check_blocks(anatomy)
 
     depth = len(anatomy.blocks)
@@ -46,7 +54,7 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
     builder = fold_norms(anatomy)
     scalars: list[tuple[str, float]] = []
 
-    # What the stream is divided by at each sum.
+    # The factor by which the stream is divided, at each sum so far.
     owed: dict[fx.Node, float] = {}
     for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
         if not anatomy.takes_part(block.path):
@@ -67,7 +75,22 @@ def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
 def _scale(
     builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
 ) -> list[tuple[str, float]]:
-    """The paths and values of the two factors; their inverses go into the weights."""
+    """Plan the factors of a block: their inverses go into the weights.
+
+    Args:
+        builder: The plan in the making.
+        block: The block.
+        a: The factor of the skip.
+        b: The factor of the branch.
+        owed: The factor by which the stream is divided, at each sum so far. If the branch holds a,
+            the block's sum is added.
+
+    Returns:
+        The paths at which factors are to be placed, and their values.
+
+    Raises:
+        NotFoldable: A factor has no place, or cannot pass.
+    """
     modules = builder.traced.modules
     if block.tail is None:
         raise NotFoldable(no_tail(builder.anatomy, block))
@@ -99,7 +122,10 @@ def _scale(
 
 
 def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float]) -> float:
-    """The factor by which the skip's stream is divided; 1 where a convolution writes it."""
+    """Return the factor by which the stream that a block's skip reads is divided.
+
+    It is 1 if a convolution writes the stream after the last sum that divides it.
+    """
     node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
     while node is not None and node not in owed and propagates_scale(builder, node):
         node = builder.traced.main_input(node)
@@ -111,7 +137,10 @@ def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float])
 def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
     """Return the activation after a block's sum, and the path for a factor of its output.
 
-    Both are None where no module can hold the factor.
+    None is returned if no module there can hold the factor.
+
+    Raises:
+        NotFoldable: The activation lets no factor pass.
     """
     traced = builder.traced
     users = traced.users[block.total]

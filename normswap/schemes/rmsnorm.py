@@ -1,9 +1,9 @@
 """RMSNorm in place of every LayerNorm: exact, by centring whatever writes to the residual stream.
 
-LN(x) = RMSNorm(x - mean(x)), with the same eps. With W' = (I - 11'/C) W and b' = b - mean(b) in
-each linear layer and embedding that writes to the stream, its mean is 0. gamma stays with the norm;
-beta goes into the linear layers after it. The features between the blocks lose their mean. Refused
-where something else reads the mean.
+LN(x) = RMSNorm(x - mean(x)), with the same eps. The stream has mean 0 if each linear layer and
+embedding that writes to it has the weight W' = (I - 11'/C) W and the bias b' = b - mean(b). Gamma
+stays with the norm; beta goes into the linear layers after it. The features between the blocks lose
+their mean, so a network in which anything but a LayerNorm reads that mean is refused.
 """
 
 import itertools
@@ -50,6 +50,17 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
 def _replace(
     builder: PlanBuilder, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
 ) -> None:
+    """Plan an RMSNorm in place of a LayerNorm.
+
+    Args:
+        builder: The plan in the making.
+        path: The path of the LayerNorm.
+        norm: The LayerNorm.
+        streams: The streams that are to be centred. The one that the norm reads is added.
+
+    Raises:
+        NotFoldable: The norm cannot be replaced, or its input cannot be centred.
+    """
     why = channel_norm.refusal(norm)
     if why:
         raise NotFoldable(why)
@@ -63,7 +74,8 @@ def _replace(
             raise NotFoldable(f"its input must keep its mean: {why}") from None
 
     role = next(n.role for n in builder.anatomy.norms if n.path == path)
-    # A class token that is joined with its tokens just before the last norm is no feature.
+    # Users take the input of the last norm as features, except where a class token is joined with
+    # the other tokens just before the norm.
     if (
         role == "head"
         and channel_axes.is_step(builder.traced, values[0])

@@ -1,8 +1,8 @@
-"""The record of a scheme: its name, what it computes and what it needs; and of its options.
+"""The records of a scheme and of its options.
 
-This file imports without torch. The records of options are the one place that says what may be
-given: the command line, recipes, errors, cards and pages are made from them. A registered scheme
-brings records of its own.
+The record of a scheme holds its name, its functions and what it needs. The records of options are
+the only place that says what a user may give: the command line, recipes, errors, cards and pages
+are made from them. A registered scheme brings records of its own. This file imports without torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ if TYPE_CHECKING:
     from normswap.models.modes import Progress
     from normswap.plan import Step
 
-# Options of every scheme: see `graph.anatomy`.
+# The options that every scheme has. `graph.anatomy` says which layers they choose.
 EVERY = ("only", "skip")
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `low` up to `high`; a bound that is `open` is not one of them."""
+    """The numbers between two bounds.
+
+    Args:
+        low: The lower bound.
+        high: The upper bound.
+        low_open: Whether the lower bound itself is left out.
+        high_open: Whether the upper bound itself is left out.
+    """
 
     low: float
     high: float = math.inf
@@ -55,10 +62,11 @@ class Option:
 
     Args:
         name: The name as Python spells it.
-        kind: The type: int, float, bool or str. object stands for one of the choices, or a number.
-        default: The value where the user gives none.
+        kind: The type: int, float, bool or str. `object` stands for one of the choices or a number.
+        default: The value if the user gives none.
         help: A line about the option.
-        metavar: The word for its value in help texts, where that is no list of choices.
+        metavar: The word that stands for a value in help texts, behind the choices if there are
+            any.
         choices: The allowed words.
         range: The allowed numbers.
         instead_of: The option that says the same in another way. Only one of the two is given.
@@ -75,11 +83,16 @@ class Option:
 
     @property
     def placeholder(self) -> str:
-        """The metavar of its value in help texts."""
+        """What stands for a value in help texts: the choices and the metavar, or the type."""
         return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
     def check(self, value: Any) -> object:
-        """Return the value as a plan stores it: 0, 0.0 and `0` become one number.
+        """Return the value as a plan stores it.
+
+        A float option stores the int 0 as 0.0. An option of kind `object` stores the text "0" as
+        0.0 as well, because the command line has no other way to give a number. An int option takes
+        no float and no text. A choice is stored as it is given, and so is any value of a text or
+        bool option without choices: that is not checked.
 
         Raises:
             OptionError: The option does not take this value.
@@ -99,6 +112,10 @@ class Option:
         raise OptionError(f"{spelled(self.name, value)} is not {' or '.join(allowed)}")
 
     def _is_number(self, value: object) -> bool:
+        """Whether a value is a finite number of the option's kind, in its range.
+
+        For the kind `object` the value may be the text of a number.
+        """
         if isinstance(value, str) and self.kind is object:
             try:
                 value = float(value)
@@ -116,8 +133,14 @@ def check_given(
 ) -> dict[str, object]:
     """Return the values of all options of a scheme: the given ones, and the defaults of the others.
 
+    Args:
+        scheme: The name of the scheme, for the errors.
+        options: The records of its options.
+        values: The given values by name. `only` and `skip` may be among them, and are left out.
+
     Raises:
-        OptionError: The scheme has no such option, or does not take such a value.
+        OptionError: The scheme has no such option, or an option does not take its value, or two
+            options are given that say the same.
     """
     checked: dict[str, object] = {}
     by_name = {option.name: option for option in options}
@@ -138,6 +161,7 @@ def check_given(
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Return names as one text, sorted and spelled as the command line spells them."""
     return ", ".join(name.replace("_", "-") for name in sorted(names))
 
 
@@ -149,10 +173,10 @@ class FitTask:
         source: The network before the step.
         result: The network after it. Its tensors are set in place.
         step: The step.
-        batches: Calls of both networks, read as often as needed. None where the user gave no
+        batches: Calls of both networks, which may be read several times. None if the user gave no
             images.
-        example: One call, for its form and the size of its images.
-        after: Returns a copy of the source after another step.
+        example: One call of the networks, which shows their inputs and the size of the images.
+        after: A function of another step that returns a copy of the source after that step.
         takes_part: Whether the layer at a path of the result may be changed (`only`, `skip`).
         seed: The seed of every draw.
         progress: Called with the number of steps so far, and the total.
@@ -172,15 +196,17 @@ class FitTask:
 Options: TypeAlias = dict[str, Any]
 
 Planner: TypeAlias = "Callable[..., PlanBuilder]"
-"""plan(anatomy, *, options): a scheme names its options one by one, which no type but this says."""
+"""A function plan(anatomy, *, options), which names each option. No stricter type allows that."""
 
 FitFunction: TypeAlias = "Callable[[FitTask], Iterable[str] | None]"
-"""Sets values of the result from data, in place; returns what the user should know."""
+"""A function that sets values of the result from data, in place, and may return notes."""
 
 
 @dataclass(frozen=True)
 class TrainingProof:
-    """What a run in training mode proves, beside that samples stay apart and no buffer changes.
+    """What a run in training mode proves of a result.
+
+    It always proves that samples stay apart and that no buffer changes.
 
     Args:
         rows_are_samples: Whether row i of a learning layer's input must be sample i.
@@ -200,8 +226,8 @@ class Scheme:
         plan: A function plan(anatomy, **options) -> PlanBuilder that says what would be done, and
             what cannot be done and why.
         paper: The paper that proposes the scheme.
-        exact: Whether the function of the network is kept, or a function of the options that says
-            so.
+        exact: Whether the function of the network is kept, or a function of the options that tells
+            whether it is.
         fit: A function fit(task) that sets values of the result from data, in place, if the scheme
             does not keep the function. It may return notes for the user. A batch is a call,
             `batch.call(task.source)`.
@@ -245,7 +271,7 @@ class Scheme:
         return {option.name: option.default for option in self.options}
 
     def is_exact(self, options: Options) -> bool:
-        """Whether the function is kept with these options, which are complete."""
+        """Whether the function is kept with these options, all of which must be given."""
         if callable(self.exact):
             return self.exact(options)
         return self.exact
@@ -253,14 +279,19 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A scheme with all its options, those of every scheme too."""
+    """A scheme and the values of its options.
+
+    Args:
+        scheme: The scheme.
+        options: The values of all its options, and of `only` and `skip` if they were given.
+    """
 
     scheme: Scheme
     options: Options
 
     @property
     def own(self) -> Options:
-        """The options without those that every scheme has."""
+        """The values of the scheme's own options, without `only` and `skip`."""
         return {name: value for name, value in self.options.items() if name not in EVERY}
 
     @property
@@ -269,10 +300,10 @@ class Chosen:
 
     @property
     def fits(self) -> bool:
-        """Whether values are fitted."""
+        """Whether the scheme's `fit` is called with these options."""
         return self.scheme.fit is not None and (self.measures or not self.exact)
 
     @property
     def measures(self) -> bool:
-        """Whether its images give statistics that leave the function as it is (`settle`)."""
+        """Whether its `fit` measures statistics on images, and `settle` keeps the function."""
         return self.scheme.settle is not None

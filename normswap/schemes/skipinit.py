@@ -1,8 +1,9 @@
 """SkipInit: no norm, and a learned scalar at the end of every branch, y = skip + alpha f(x).
 
 With `--alpha match` alpha is the standard deviation of the branch's output, and the branch's last
-convolution is divided by it: f has unit variance, as in the paper's analysis, and the function is
-kept. Any other alpha changes the function. The regularized form adds biases and dropout.
+convolution is divided by alpha. So f has unit variance, as in the paper's analysis, and the
+function is kept. Any other alpha changes the function. The regularized form adds biases and
+dropout.
 """
 
 import copy
@@ -27,7 +28,7 @@ from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
 
 
 def no_tail(anatomy: Anatomy, block: Block) -> str:
-    """Why no scalar can stand at the end of a branch."""
+    """Return the reason why no scalar can stand at the end of a block's branch."""
     last = anatomy.traced.module(block.branch)
     if last is not None and anatomy.traced.called(last) > 1:
         return "forward calls its layers several times, and a scalar is placed for one call"
@@ -35,7 +36,12 @@ def no_tail(anatomy: Anatomy, block: Block) -> str:
 
 
 def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
-    """Plan a scalar at the end of each residual branch."""
+    """Plan a scalar at the end of each residual branch.
+
+    Args:
+        anatomy: The recorded network.
+        alpha: The first value of the scalars: `match`, `inv-sqrt-depth` or a number.
+    """
     return drop_no_more(scale_branches(anatomy, initial(alpha, len(anatomy.blocks))))
 
 
@@ -46,7 +52,7 @@ def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) ->
 
     Args:
         anatomy: The recorded network.
-        alpha: The first value of the scalars, or `match`.
+        alpha: The first value of the scalars: `match`, `inv-sqrt-depth` or a number.
         dropout: The probability of dropping a number. The paper has 0.2 on ImageNet, 0.6 on CIFAR.
     """
     builder = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
@@ -54,7 +60,12 @@ def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) ->
 
 
 def initial(alpha: str | float, depth: int) -> float | None:
-    """The value every alpha starts from, or None to match the network."""
+    """Return the value that every alpha starts from, or None for `match`.
+
+    Args:
+        alpha: The option's value.
+        depth: The number of residual blocks.
+    """
     if alpha == "match":
         return None
     if alpha == "inv-sqrt-depth":
@@ -67,11 +78,11 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
 
     Args:
         anatomy: The recorded network.
-        value: The scalars' start. With None it is the standard deviation of the branch's output,
-            which keeps the function. The branch's last convolution is divided by that deviation in
-            both cases.
-        bias: Whether a scalar bias of 0 is added where an activation follows the sum. Without it, a
-            bias that is there goes into the branch's last convolution.
+        value: The first value of the scalars. None stands for the standard deviation of the
+            branch's output, which keeps the function. The branch's last convolution is divided by
+            that deviation with any value.
+        bias: Whether a scalar bias of 0 is added if an activation follows the sum. If not, the bias
+            of a scalar that is replaced goes into the branch's last convolution.
     """
     check_blocks(anatomy)
 
@@ -116,13 +127,17 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
 
 
 def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
+    """Whether a module is the scalar of a branch, and learns."""
     return scales_branch(module) and module.learns
 
 
 def _stays(module: nn.Module, bias: bool) -> bool:
     """Whether a module is a scalar that learns and can stay as it is.
 
-    It may have a bias where `bias` is true; else its bias, or its alpha, has to be 0.
+    Args:
+        module: The module at the end of a branch.
+        bias: Whether scalars have biases. If not, one with a bias stays only if that bias or its
+            alpha is 0.
     """
     return _learns(module) and (
         bias or module.bias is None or not (module.bias.any() and module.alpha.any())
@@ -130,7 +145,11 @@ def _stays(module: nn.Module, bias: bool) -> bool:
 
 
 def check_blocks(anatomy: Anatomy) -> None:
-    """Check that there are residual blocks to convert."""
+    """Check that there are residual blocks to convert.
+
+    Raises:
+        RefusedError: The network has no residual blocks, or none takes part.
+    """
     if not anatomy.blocks:
         remedy = f"`{spelled('to', 'folded')}` works on any network"
         raise RefusedError("the network has no residual blocks", remedy=remedy)
@@ -144,6 +163,14 @@ def check_blocks(anatomy: Anatomy) -> None:
 
 
 def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -> None:
+    """Plan the new alpha and bias of a scalar that stays, if they change.
+
+    Args:
+        builder: The plan in the making.
+        path: The path of the scalar.
+        value: The new alpha. None keeps the old one.
+        bias: Whether the scalar gets a bias.
+    """
     old = cast(BranchScale, builder.traced.modules[path])
     alpha = value
     if alpha is None:
@@ -158,7 +185,10 @@ def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -
 def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
     """Plan dropout with probability `p` before the classifier.
 
-    It goes where the network has a place for it, else into the classifier.
+    It goes into the network's own place for a dropout, or else into the classifier.
+
+    Raises:
+        RefusedError: The network has neither place.
     """
     path = builder.anatomy.dropout
     classifier = builder.anatomy.classifier
@@ -178,7 +208,7 @@ def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
 
 
 def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
-    """Whether a linear layer is used once, by being called, and absorbs nothing."""
+    """Whether the layer at a path is linear, is called once by forward, and absorbs nothing."""
     module = builder.traced.modules[path]
     try:
         check_linear(builder, path, module)
@@ -208,7 +238,18 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
 def place_scale(
     builder: PlanBuilder, path: str, alpha: float, bias: bool, layer: str = "Scale"
 ) -> None:
-    """Place a scalar at `path`, after what stands there if that is not removed."""
+    """Plan a scalar at a path, behind the module that stands there unless that is removed.
+
+    Args:
+        builder: The plan in the making.
+        path: The path.
+        alpha: The first value of the scalar.
+        bias: Whether the scalar has a bias.
+        layer: The class of the scalar, by name.
+
+    Raises:
+        RefusedError: Two branches end at the path.
+    """
     old = builder.traced.modules[path]
     removed = builder.removes(path)
     args: Body = {"alpha": alpha}
@@ -228,10 +269,11 @@ def place_scale(
 
 
 def _normalize(builder: PlanBuilder, block: Block) -> float:
-    """Divide a branch's last convolution by the deviation of its output, and return that as alpha.
+    """Divide a branch's last convolution by the deviation of its output.
 
-    A branch whose last gamma and beta are 0 gets gamma 1 and alpha 0. One that cannot be divided
-    gets alpha 1 and a note.
+    Returns:
+        The branch's alpha, which is that deviation. A branch whose last gamma and beta are 0 gets
+        gamma 1 and alpha 0. A branch that cannot be divided gets alpha 1 and a note.
     """
     try:
         conv, readers = last_linear(builder, block.branch, block.total)
@@ -262,18 +304,35 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
 
 
 def _divide(builder: PlanBuilder, conv: str, readers: Iterable[str], by: float) -> None:
-    """Divide a convolution's output by a factor that its other readers multiply their inputs by."""
+    """Plan that a convolution's output is divided by a factor.
+
+    Args:
+        builder: The plan in the making.
+        conv: The path of the convolution.
+        readers: The paths of the layers that read its output beside the sum. They multiply their
+            input by the factor.
+        by: The factor.
+    """
     builder.linear(conv).gain /= by
     for reader in readers:
         builder.linear(reader).in_gain *= by
 
 
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation per channel of a branch's output (before its gate).
+    """Return mean and deviation per channel of a branch's output, before its gate.
 
-    They come from the norms around its last convolution. A BatchNorm after it has both. Behind a
-    norm before it (pre-activation) the inputs are taken for independent, and variances add up. Only
-    the rescaling depends on this, never the function.
+    Both come from the norms around the branch's last convolution. A BatchNorm after the convolution
+    stores them. With a norm before the convolution (pre-activation) its inputs are taken for
+    independent, so that variances add up. Only the choice of alpha depends on this estimate, never
+    the function.
+
+    Args:
+        anatomy: The recorded network.
+        block: The residual block.
+        conv: The path of the branch's last convolution.
+
+    Raises:
+        NotFoldable: No norm says how much the output varies.
     """
     traced = anatomy.traced
     (call,) = traced.calls[id(traced.modules[conv])]
@@ -299,7 +358,14 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
 def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
     """Return mean and variance per channel of a convolution's input.
 
-    They are known where a norm and elementwise activations made the input, else None is returned.
+    They are known if a norm and elementwise activations made the input.
+
+    Args:
+        anatomy: The recorded network.
+        call: The node of the convolution.
+
+    Raises:
+        NotFoldable: The input was made otherwise.
     """
     traced = anatomy.traced
     acts: list[nn.Module] = []
@@ -320,7 +386,15 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
 
 
 def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of act(N(mean, deviation^2)), by 40-point Gauss-Hermite quadrature."""
+    """Return mean and variance of a normal input behind activations, each (C,).
+
+    Both are integrated by Gauss-Hermite quadrature with 40 points.
+
+    Args:
+        acts: The activations, in the order of the forward pass.
+        mean: The mean of each channel of the input, (C,).
+        deviation: The deviation of each channel of the input, (C,).
+    """
     points, weights = (torch.from_numpy(array).to(mean) for array in hermite_e.hermegauss(40))
     weights = weights / weights.sum()
     x = (mean + deviation * points[:, None])[:, :, None, None]
@@ -333,7 +407,11 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
 
 
 def norm_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | None:
-    """Return mean and deviation, before the activation, of the norm that a node calls or called."""
+    """Return mean and deviation per channel of a norm's output, before its activation.
+
+    The norm is the one that the node calls, or that stood there before it was folded away. None is
+    returned if there is no such norm, or nothing is known of it.
+    """
     module = anatomy.traced.module(node)
     if module is not None and affine.has_moments(module):
         return affine.moments(module)

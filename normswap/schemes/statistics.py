@@ -1,9 +1,10 @@
 """Steps that take statistics from images.
 
-`measured-batchnorm`: BatchNorms in a network that never had any, or whose record is lost. gamma =
-sqrt(var + eps), beta = mean: in eval mode nothing changes, whatever the statistics are; in training
-mode the norms are alive. `estimate`: BatchNorms for norms with statistics per sample.
-`recalibrate`: BatchNorm's statistics anew.
+- `measured-batchnorm` adds BatchNorms to a network that never had any, or whose record is lost.
+  With gamma = sqrt(var + eps) and beta = mean they are the identity in eval mode, whatever the
+  statistics are. In training mode they normalize.
+- `estimate` replaces norms with statistics per sample by BatchNorms.
+- `recalibrate` measures the statistics of BatchNorms anew.
 """
 
 from math import prod
@@ -29,12 +30,17 @@ from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
 
+# The settings of a new BatchNorm, which are those of torch.
 EPS = 1e-5
 MOMENTUM = 0.1
 
 
 def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder:
-    """Plan a BatchNorm after each convolution that `where` names (`norm_places`)."""
+    """Plan a BatchNorm after each convolution that `where` names (`norm_places`).
+
+    Raises:
+        RefusedError: There is no such convolution.
+    """
     builder = PlanBuilder(anatomy)
     for path in norm_places(builder, where):
         builder.replace(path, "MeasuredNorm", eps=EPS, momentum=MOMENTUM)
@@ -55,31 +61,44 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
 
 
 def fit_measured(task: FitTask) -> tuple[str, ...]:
-    """Measure the statistics of each norm; `settle_measured` then makes it the identity."""
+    """Measure the statistics of each norm on images, and make each norm the identity.
+
+    Returns:
+        A note that says how many norms and images there were.
+    """
     assert task.batches is not None
     norms = {path: norm for path, _, norm in _parts(task.result, task.step)}
     measured = channel_moments.measure(task.result, norms, task.batches, task.progress)
     measured.store(norms)
     for path in measured.moments:
-        # A convolution that was merged from branches may be in training mode.
+        # The norm gets the network's mode, because a convolution that was merged from branches may
+        # be in training mode by itself.
         norms[path].train(task.source.training)
     settle_measured(task.source, task.result, task.step)
     return (f"the statistics of {len(norms)} norms were measured on {measured.images} images",)
 
 
 def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Let every norm undo its statistics, in the precision that `result` has."""
+    """Set gamma and beta of every norm, in place, so that it undoes its statistics.
+
+    Args:
+        source: The network before the step, whose convolutions give the outputs to keep.
+        result: The network with the norms, in the precision in which they are to be the identity.
+        step: The step that placed the norms.
+    """
     for path, conv, norm in _parts(result, step):
         measured_norm.undo_after_conv(cast(_ConvNd, source.get_submodule(path)), conv, norm)
 
 
 def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, SiteNorm]]:
+    """Return path, convolution and norm of each place where the step added a norm."""
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
     return [
         (path, cast(_ConvNd, chain.inner), cast(SiteNorm, chain.then)) for path, chain in chains
     ]
 
 
+# Activations that give probabilities or mix positions, as at the output of a network or in a gate.
 _OF_OUTPUTS = (
     nn.Sigmoid,
     nn.LogSigmoid,
@@ -91,12 +110,16 @@ _OF_OUTPUTS = (
 
 
 def norm_places(builder: PlanBuilder, where: str) -> list[str]:
-    """Paths of the convolutions after which a norm may be added, in order of the forward pass.
+    """Return the paths of the convolutions after which a norm may be added, in forward order.
 
-    Their values reach an activation next, or, where `where` is `conv`, another linear layer. They
-    have no norm yet, and maps of several positions: else a norm would see one value per channel of
-    an image. A convolution that is called more than once is left out with a note, as one norm would
-    mix its inputs.
+    Such a convolution has no norm yet. Its maps have several positions; otherwise a norm would see
+    one value per channel of an image. A convolution that is called more than once is left out with
+    a note, because one norm would mix its outputs.
+
+    Args:
+        builder: The plan in the making, which gets the notes.
+        where: What must read the convolution's values next: `activation`, or with `conv` an
+            activation or another linear layer.
     """
     places = []
     for node in builder.traced.nodes:
@@ -123,7 +146,10 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
     """Whether a convolution's values reach an activation through channelwise steps.
 
-    With `linear`, reaching a linear layer counts as well.
+    Args:
+        builder: The plan in the making.
+        node: The node of the convolution.
+        linear: Whether reaching a convolution or linear layer is enough.
     """
     traced = builder.traced
 
@@ -139,9 +165,9 @@ def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
 
 
 def _activates(traced: Traced, node: fx.Node) -> bool:
-    """Whether a node is an activation, or x g(x) such as x sigmoid(x).
+    """Whether a node is an activation, or a product x g(x) such as x sigmoid(x).
 
-    One that gives probabilities is none.
+    Activations that give probabilities (`_OF_OUTPUTS`) do not count.
     """
     module = traced.module(node)
     if module is not None:
@@ -150,7 +176,7 @@ def _activates(traced: Traced, node: fx.Node) -> bool:
 
 
 def _meets_norm(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether a norm reads what the convolution gives."""
+    """Whether a norm reads the value of a node, directly or through identities."""
     modules = (builder.traced.module(each) for each in readers(builder, node, builder.is_identity))
     return any(module is not None and affine.is_norm(module) for module in modules)
 
@@ -166,7 +192,7 @@ def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
 
 
 def fit_estimate(task: FitTask) -> None:
-    """Estimate each BatchNorm from what its norm does on average."""
+    """Set each BatchNorm to what the norm in its place does on average."""
     assert task.batches is not None
     norms = {edit.path for edit in task.step.edits}
     refit(
@@ -185,6 +211,6 @@ def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
 
 
 def fit_recalibrate(task: FitTask) -> tuple[str, ...]:
-    """Estimate the population statistics anew."""
+    """Estimate the running statistics of every BatchNorm anew, and return a note."""
     assert task.batches is not None
     return (estimate_population(task.result, task.batches, task.progress, most_error=MOST_ERROR),)
