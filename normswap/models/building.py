@@ -1,7 +1,8 @@
 """The result of every kind of source: a bare network, and how to build and fill it again.
 
-The arguments of an architecture may come from a file. So whoever the builder is, they pass
-`check_arguments`, and the builder runs in `make`, offline and within bounds.
+The arguments of an architecture may come from somebody else's file. So `check_arguments` checks
+them for every builder, and `make` runs the builder offline, and stops it if the network becomes too
+large.
 """
 
 import os
@@ -63,9 +64,9 @@ _FETCHING = frozenset({"use_pretrained_backbone"})
 _OF_TIMM = frozenset({"backbone", "architecture"})
 # Arguments whose text is shown to people. Any other text is a short name.
 _SHOWN = frozenset({"id2label", "label2id", "label_names", "label_descriptions", "problem_type"})
-# What attention is computed by: torch's own functions, not a kernel that a hub has.
+# Attention is computed by torch's own functions, not by a kernel from a hub.
 _IMPLEMENTATIONS = (None, "eager", "sdpa")
-# The largest argument: more classes, pixels or channels than this has no network.
+# The largest number among arguments. No network has more classes, pixels or channels.
 _LARGEST = 2**24
 _LONGEST_NAME = 500
 # timm's largest networks have 5,000 modules.
@@ -74,13 +75,14 @@ _MOST_MODULES = 50_000
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """The user's wishes beside a name.
+    """What the user asks for beside a name.
 
     Args:
         args: Arguments of the architecture.
-        num_classes: The number of outputs of another head. With None the head stays.
-        in_chans: The number of input channels of another stem. With None the stem stays.
-        trained: Whether the weights are trained ones.
+        num_classes: The number of classes to build the network with. None stands for the usual one.
+        in_chans: The number of input channels to build the network with. None stands for the usual
+            one.
+        trained: Whether the trained weights that the name stands for are loaded afterwards.
     """
 
     args: Cfg = field(default_factory=dict)
@@ -286,7 +288,7 @@ def _names_a_place(text: str) -> bool:
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
     """Tell whether `build` gives a network like `model`.
 
-    Compared are the tensors' names and shapes, and each module's class and settings.
+    The tensors' names and shapes are compared, and each module's class and settings.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -296,6 +298,7 @@ def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
 
 
 def _blueprint(model: nn.Module) -> tuple[object, ...]:
+    """Return the classes and settings of a network's layers, and the shapes of its tensors."""
     # torch makes a class of its own for each parametrized layer.
     kind = parametrize.type_before_parametrizations
     layers = tuple((path, kind(layer), layer.extra_repr()) for path, layer in model.named_modules())

@@ -158,7 +158,7 @@ class Example:
 
     @property
     def plain(self) -> str:
-        """All of the call but its tensors."""
+        """Everything in the call except its tensors, as text."""
         values = (changed(value, lambda _: None) for value in (self.args, self.kwargs))
         return repr(tuple(values))
 
@@ -184,9 +184,10 @@ class Example:
     def read(self, batch: object) -> tuple[Example, object]:
         """Return a batch as a call of this form, and the labels beside it, or None.
 
-        A batch is what `inputs=` takes; or a tuple or list of that, or of all the arguments, and
-        then labels. "labels" in a dict of keywords are labels, too, unless this call has some. A
-        list of images may be one argument.
+        A batch is a call as `inputs=` takes it. It may also be a tuple or list that begins with
+        such a call, or with all arguments, and goes on with labels. "labels" in a dict of keywords
+        are labels, too, unless this call takes them as an argument. A list of images may be one
+        argument.
         """
         if isinstance(batch, Example):
             return batch, None
@@ -240,7 +241,7 @@ def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
     """Return the values of a call by the names of forward's arguments.
 
-    A dict among them gives its own keys.
+    A dict among the arguments stands for its entries, under their own keys.
     """
     names = [parameter.name for parameter in _positional(model)]
     values: dict[str, object] = {}

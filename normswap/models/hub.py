@@ -31,6 +31,7 @@ Cfg = Body
 # timm's preprocessing where nothing else is stated.
 GENERAL: Cfg = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 GENERAL |= {"interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
+# Keys that a config.json in timm's layout may have outside of the record.
 _TOP_LEVEL = ("num_classes", "label_names", "label_descriptions")
 _PREPROCESSING = (
     "input_size",
@@ -46,6 +47,7 @@ _STEM_AND_HEAD = ("first_conv", "classifier")
 _HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256_DIGITS = 64
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+# Keys of a transformers config that describe the file, not the network.
 _OF_A_FILE = (
     "_name_or_path",
     "transformers_version",
@@ -124,13 +126,13 @@ def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
     try:
         url = client.hf_hub_url(repo, filename, revision=revision)
         metadata = client.get_hf_file_metadata(url, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    # The client raises its own errors, its HTTP library's and the system's, by version.
+    # The client raises its own errors, its HTTP library's or the system's, by its version.
     except Exception as error:
         if isinstance(error, errors.HFValidationError):
             raise SourceError(f"'{repo}' is not a hub repository", first_line(error)) from None
         cached = client.try_to_load_from_cache(repo, filename, revision=revision)
         if isinstance(cached, str):
-            # The cache names a file by what the hub states of it.
+            # The name of a file in the cache is the hash that the hub stated for it.
             _check_undamaged(Path(cached), Path(cached).resolve().name, repo)
             return Path(cached)
         if isinstance(error, errors.EntryNotFoundError) and not isinstance(
@@ -275,7 +277,7 @@ def own_cfg(model: nn.Module) -> Cfg:
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return a statistic for each channel.
 
-    As in timm, another number of channels gets the mean of those that are known.
+    As in timm, every channel gets the mean of the values if their number differs.
     """
     if len(values) == channels:
         return list(values)
@@ -292,6 +294,7 @@ def crop_share(crop: int, resize: int) -> float:
         resize: The side that the image is resized to, in pixels.
     """
     share = crop / resize
+    # A rounding error may take the floor one pixel too low. The next smaller share mends that.
     if math.floor(crop / share) == resize:
         return share
     return math.nextafter(share, 0)

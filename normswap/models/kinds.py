@@ -151,6 +151,7 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
         )
         raise SourceError(f"{file} is an exported file", "it runs in its own runtime", remedy)
 
+    # A prefix, a directory or the name of a description says what a source is, whatever its ending.
     prefix, colon, _ = source.partition(":")
     named_so = (colon and prefix in prefixes()) or file.is_dir() or of(source) is ULTRALYTICS
     if not named_so and (file.is_file() or source.endswith(SUFFIXES)):

@@ -37,8 +37,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def undisturbed(*models: nn.Module) -> Iterator[None]:
     """Put networks in eval mode, and undo afterwards whatever a forward wrote into them.
 
-    That may be counters, caches, or a scale that the first batch sets. Undone are attributes and
-    tensors of modules whose class is not torch's own.
+    That may be counters, caches, or a scale that the first batch sets. Attributes and tensors are
+    put back, in modules whose class is not torch's own.
     """
     modules: set[nn.Module] = set()
     for model in models:
@@ -112,9 +112,9 @@ _callers_dtype: ContextVar[torch.dtype | None] = ContextVar("_callers_dtype", de
 def full_precision() -> Iterator[None]:
     """Compute as it is written, whatever the caller has switched on; all is restored afterwards.
 
-    Off are autocast, TF32 and other short products of float32, torch's refusal of functions that
-    are not deterministic, and a default dtype other than float32 (`callers_dtype`). Tensors that
-    are made meanwhile can be trained, also where the caller is in `torch.inference_mode`.
+    It switches off autocast, TF32 and other short products of float32, torch's refusal of functions
+    that are not deterministic, and a default dtype other than float32 (`callers_dtype`). Tensors
+    that are made meanwhile can be trained, even if the caller is in `torch.inference_mode`.
     """
     default_dtype = torch.get_default_dtype()
     token = _callers_dtype.set(_callers_dtype.get() or default_dtype)

@@ -1,4 +1,4 @@
-"""The inputs of a network, and how to look at its outputs: the one answer for the whole package.
+"""The inputs of a network, and the answer in its outputs, for the whole package.
 
 An example comes from what the user gives; else from what the network says of itself (its patches,
 timm's record, a Hugging Face config), else from its first layer.
@@ -22,7 +22,7 @@ from normswap.models.modes import undisturbed
 ANSWERS = ("logits", "out")
 # The base of torch's int8 layers, which only those who quantize import.
 _QUANTIZED = "WeightedQuantizedModule"
-# By dimensions, where nothing says more.
+# The sides of an input, by the number of its dimensions, if nothing states them.
 _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}
 
 
@@ -71,7 +71,7 @@ def check_values(model: nn.Module) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether every number of a tensor is finite.
 
-    Their sum is looked at first, which is faster but may overflow.
+    The sum is looked at first, which is faster. As it may overflow, each number is looked at then.
     """
     # torch does not add up numbers of one byte or less.
     if tensor.element_size() == 1:
@@ -265,9 +265,9 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
 
 
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
-    """Yield a row of numbers of words for a network that begins with an embedding.
+    """Yield a call with a row of token numbers, if the network begins with an embedding.
 
-    The row is an input without a size of an image.
+    The size that comes with it is empty, as the row is no image.
     """
     layers = nn.Module.modules(model)
     first = next((each for each in layers if next(each.parameters(False), None) is not None), None)

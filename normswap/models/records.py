@@ -94,7 +94,7 @@ class ImageRecord(_Strict):
     label_names: Names | NamesByKey | None = None
     label_descriptions: Names | NamesByKey | None = None
     license: Word | None = None
-    # Of a header, the list that JSON has is read, too.
+    # Not strict, as JSON has a list where this has a tuple.
     inputs: dict[Word, Annotated[tuple[Shape, NumberType], Field(strict=False)]] | None = None
 
     @model_validator(mode="after")
@@ -147,6 +147,7 @@ class ShardIndex(_OfOthers):
 
 
 def _check_size(name: str, shape: list[int]) -> None:
+    """Refuse a shape that has more numbers than any sample."""
     count = 1
     for side in shape:
         count *= side

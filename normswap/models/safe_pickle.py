@@ -16,12 +16,12 @@ from torch import Tensor
 
 from normswap.errors import quiet
 
-# A training script keeps the averaged network, or the one that it trains.
+# The keys under which training scripts keep a network: the averaged one, or the one in training.
 _KEYS_OF_NETWORKS = ("ema", "model", "module")
 # More modules than this has no network. One that holds itself has no end.
 _MOST_MODULES = 100_000
 _MOST_LEVELS = 200
-# torch stores archives uncompressed. A few bytes can be said to be terabytes otherwise.
+# torch stores archives uncompressed. In a compressed one, a few bytes may unpack to terabytes.
 _MOST_TIMES_LARGER = 16
 _ALWAYS_ALLOWED = 2**28
 

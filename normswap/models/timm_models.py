@@ -38,7 +38,7 @@ _FORBIDDEN = (
     "features_only",
 )
 _FILES = ("model.safetensors", "pytorch_model.bin")
-# What holds where a config.json says nothing.
+# The values of a config.json that does not state them.
 _USUAL = {**hub.GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}
 
 

@@ -1,9 +1,9 @@
 """torchvision's networks: `torchvision:BUILDER[@WEIGHTS]`.
 
-Every builder of `torchvision.models.get_model` is known.
-Some builders build by the weights' name (frozen norms, auxiliary heads, another eps), and then load
-them. So that name is a part of the architecture, as the argument `weights`; the network is built
-with it and nothing is loaded.
+Every builder of `torchvision.models.get_model` is known. Some builders build another network
+(frozen norms, auxiliary heads, another eps) if they are given the name of weights, and then load
+these. So the name is a part of the architecture, as the argument `weights`. The network is built
+with it, and nothing is loaded.
 """
 
 import contextlib
@@ -53,6 +53,7 @@ def build(name: str, request: BuildRequest) -> Built:
         member = _member(called, tag)
         classes = len(member.meta.get("categories") or ())
         source += f"@{member.name}"
+    # torchvision refuses the name of weights together with another number of classes.
     fresh_head = bool(classes) and arguments.get("num_classes") not in (None, classes)
     if member is not None and not fresh_head:
         arguments = {"weights": member.name, **arguments}
@@ -91,7 +92,7 @@ def create(arch: Arch) -> nn.Module:
     if "weights_backbone" in inspect.signature(models.get_model_builder(arch.name)).parameters:
         kwargs["weights_backbone"] = None
 
-    # A builder loads the weights that it is given the name of.
+    # A builder loads the weights whose name it is given. Here it gets no tensors.
     no_tensors = mock.patch.object(models.WeightsEnum, "get_state_dict", return_value={})
     no_loading = mock.patch.object(nn.Module, "load_state_dict", return_value=None)
     with no_tensors, no_loading:

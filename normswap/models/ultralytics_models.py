@@ -1,9 +1,9 @@
 """Ultralytics' networks: `ultralytics:FILE.pt` or `ultralytics:NAME.yaml`.
 
-The first is a checkpoint, the second a description that Ultralytics ships.
-A checkpoint's tensors are read without its code (`read_pickled_network`), and the network is built
-from the description of the name that it says, as Ultralytics ships it: others' descriptions are not
-taken, as it evaluates what they hold.
+The first is a checkpoint, the second a description that Ultralytics ships. A checkpoint's tensors
+are read without running its code (`read_pickled_network`). Its network is built from the shipped
+description of the name that the checkpoint states. Other descriptions are refused, as Ultralytics
+evaluates what they hold.
 """
 
 import re
@@ -47,7 +47,7 @@ def build(name: str, request: BuildRequest) -> Built:
             classes = attributes["yaml"]["nc"]
             if not isinstance(described, str):
                 raise TypeError("it names no description")
-        # Its networks have BatchNorms, all of them, until it fuses them.
+        # Every network of Ultralytics' has BatchNorms until it is fused.
         fused = not any(key.endswith("running_mean") for key in state)
         kwargs = {"num_classes": classes, "fused": fused, **kwargs}
     elif request.trained:
@@ -93,6 +93,7 @@ def create(arch: Arch) -> nn.Module:
         raise SourceError(
             f"Ultralytics {ultralytics.__version__} ships no {arch.name}", remedy=_BY_FACTORY
         )
+    # The network as shipped tells its class and description; it is built again with these classes.
     usual: Any = make(arch.name, ultralytics.YOLO, {"model": str(file.with_name(arch.name))}).model
     settings = {"cfg": usual.yaml, "nc": arch.kwargs.get("num_classes"), "verbose": False}
     model = make(arch.name, type(usual), settings)

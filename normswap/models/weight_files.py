@@ -35,13 +35,14 @@ _WRAPPERS = (
 # What torch.compile, FSDP and activation checkpointing put into the names of the layers that they
 # wrap.
 _INSIDE = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# The names of timm's functions that translate foreign state dicts, beside the models.
 _FILTERS = (
     "checkpoint_filter_fn",
     "_filter_fn",
     "_filter_torchvision_pretrained",
     "pretrained_filter_fn",
 )
-# A state dict lies in a file under one or two keys.
+# The most levels that are unwrapped. In real files a state dict lies under one or two keys.
 _MOST_WRAPPERS = 8
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
@@ -213,8 +214,8 @@ def _shown_key(key: object) -> str:
 def _without_prefix(state: State, bare: State) -> State:
     """Return the tensors by names without what wrappers put before all of them.
 
-    `module.` is what DDP and AveragedModel put there. Lightning puts the name of an attribute,
-    which goes where more names fit without it.
+    DDP and AveragedModel put `module.` there. Lightning puts the name of an attribute there, which
+    is dropped if more names fit without it.
     """
     while not _fits(state, bare):
         firsts: set[str] = set()

@@ -27,7 +27,7 @@ OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_siz
 
 
 class Asked(TypedDict, total=False):
-    """The request for a source that is built (`open_source`)."""
+    """Options of `open_source`, for functions that pass them on."""
 
     weights: str
     arch: str | None
@@ -38,6 +38,7 @@ class Asked(TypedDict, total=False):
 
 def check_unasked(name: str, asked: Mapping[str, object]) -> None:
     """Raise SourceError where an option is given for a MODEL that says all of it itself."""
+    # These values ask for nothing.
     usual: tuple[object, ...] = (None, {}, 0, "pretrained")
     useless = [spelled(key) for key in OPTIONS if asked.get(key) not in usual]
     if useless:
@@ -67,9 +68,9 @@ def skeleton(arch: Arch) -> nn.Module:
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     """Return what `build` returns, with zeros in place of random values.
 
-    Drawing random values takes most of the time, so it is built on the meta device first. It is
-    built as usual where that needs values, or where the state dict, which is loaded afterwards,
-    does not hold each of its tensors once.
+    Drawing random values takes most of the time, so the network is built on the meta device. It is
+    built as usual if building needs values, or if its state dict does not hold each of its tensors
+    once: the caller loads a state dict, and a tensor that is not in it would stay zero.
 
     Args:
         build: Builds a network, perhaps with a record of it.
@@ -143,10 +144,12 @@ def open_source(
         weights: The weights: "pretrained", "random" for the bare architecture, or a weights file.
         arch: The architecture of a weights file.
         arch_args: Arguments of the architecture.
-        num_classes: The number of outputs of a new head. By default the head stays. With a weights
-            file it is the number of outputs in the file.
-        in_chans: The number of input channels of a new stem. By default the stem stays. With a
-            weights file it is the number of input channels in the file.
+        num_classes: The number of classes, by default the usual one. If the trained weights have
+            another one, the network gets a new head with random values. A weights file must fit as
+            it is: give the number of classes that it was trained with.
+        in_chans: The number of input channels, by default the usual one. If the trained weights
+            have another one, their stem is adapted, where that is possible. A weights file must fit
+            as it is: give the number of channels that it was trained with.
         trust_factory: Whether a factory may be imported. It is false where the name was read from a
             file.
 
@@ -173,7 +176,7 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     """Return a network filled from a weights file."""
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
-    # The license is that of other weights.
+    # The builder states the license of the trained weights, which these are not.
     built.preprocessing.pop("license", None)
     return _carry(built, built.model, str(file.resolve()), hash_tensors(built.model.state_dict()))
 
