@@ -18,9 +18,9 @@ _LABELS = "labels"
 
 
 def find(place: Path) -> list[Path]:
-    """Return the files of arrays that a file or a folder is or holds, by name.
+    """Return the files of arrays in a folder, sorted by name, or the file itself if it is one.
 
-    The list is empty where it holds something else.
+    The list is empty if there is none.
     """
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     return [

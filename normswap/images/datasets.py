@@ -4,10 +4,10 @@ timm's own dataset replaces an image it cannot read by the next one, and its lab
 folders present. Both would bend a measured accuracy, so here an unreadable image is an error that
 names it, and labels follow the network.
 
-A label has a name (a class folder, a column of a CSV, the dataset's own list). It is looked for
-among the names that the network has for its outputs, then among ImageNet's WordNet ids, then read
-as an output's number. Where a network has no names for its outputs, as many names go in their
-order, as they did in training.
+A label has a name (a class folder, a column of a CSV, the dataset's own list). The name is looked
+for among the network's names of its outputs, then among ImageNet's WordNet ids, then read as an
+output's number. If the network has no names for its outputs, and as many outputs as there are
+labels, the labels are taken in the order of their names, as in training.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ _MOST_TO_CALIBRATE = 512
 _REMEDY = "Name the folders as the network names its classes, or give a CSV of files and labels"
 # Formats that Pillow hands to a program on this machine.
 _READ_BY_PROGRAMS = ("EPS", "WMF")
-# An image that is resized grows by as many times as it is longer than wide.
+# How many times longer than wide an image may be. Resizing its short side multiplies its memory by
+# this number.
 _MOST_TIMES_LONGER = 200
-# A folder may be shown by as many links as this.
+# The most links through which one folder may be seen.
 _MOST_LINKS = 100
-# An output's number has fewer digits.
+# A label of so many digits is no output's number.
 _MOST_DIGITS = 10
 _TRANSFORM = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -502,7 +503,8 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
     """Return the bytes of an image in a tar, and its label.
 
-    timm leaves the tar open, in a state that worker processes would share.
+    The tar is opened anew, as worker processes would share the position in the file that timm has
+    opened.
     """
     member, _, inside = reader.samples[index]
     start = member.offset_data + getattr(inside, "offset_data", 0)
@@ -626,6 +628,7 @@ def label_map(
         output_of_label = {label: output_of.get(label) for label in labels}
         strange = [label for label, output in output_of_label.items() if output is None]
         if len(strange) == len(labels):
+            # No label has such a meaning. The next one is tried.
             continue
 
         if strange:
@@ -661,6 +664,7 @@ def label_map(
         if outputs.names:
             why += f" ({first_few(outputs.names)})"
         raise SourceError(what, why, _REMEDY)
+    # Nothing names the outputs, and their number does not differ: label i is output i.
     return {number: number for number in labels.values()}, ""
 
 
@@ -686,9 +690,9 @@ def _without_meaning(
 def _possible_meanings(labels: Mapping[str, int], outputs: Outputs) -> dict[str, Mapping[str, int]]:
     """Return the outputs that labels may mean: by name, by WordNet id, by number.
 
-    Names are compared letter for letter, then without case, `_` and `-`; a name that two outputs
-    have is none. timm lists the WordNet ids of networks with as many classes as a set of
-    ImageNet's.
+    Names are compared letter for letter, then without case, `_` and `-`. A name that two outputs
+    have is left out. WordNet ids are known for networks that have as many classes as one of
+    ImageNet's sets, which timm lists.
     """
     plain_names = [_plain(name) for name in outputs.names]
     by_name = {**_once(plain_names), **_once(outputs.names)}
