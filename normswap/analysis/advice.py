@@ -1,12 +1,12 @@
-"""Which target to choose: three rules, and the first target that the network admits.
+"""Which target to choose for a network. Three rules rank the targets; those it admits are advised.
 
 1. For inference: `folded`.
 2. For private training, which allows no statistics of the batch: `skipinit`, which keeps the
    function, then `groupnorm`.
-3. Otherwise BatchNorm is kept for 16 or more images a batch. With fewer its statistics are too
-   noisy (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 images, 23.7 % with
-   16, 24.8 % with 8, 27.3 % with 4, 34.7 % with 2). Then `skipinit`, or `groupnorm` where there are
-   no residual blocks.
+3. Otherwise BatchNorm is kept for 16 or more images a batch. With fewer images its statistics are
+   too noisy (Wu & He 2018, arXiv:1803.08494, table 2: ResNet-50 errs 23.6 % with 32 images, 23.7 %
+   with 16, 24.8 % with 8, 27.3 % with 4, 34.7 % with 2). Then it is replaced, by `skipinit`, or by
+   `groupnorm` if there are no residual blocks.
 """
 
 import json
@@ -25,7 +25,8 @@ from normswap.surgery.network import Network
 
 # With at least so many images in a batch, BatchNorm is kept.
 ENOUGH = 16
-# Where training ended for each target on other networks, by task; tests/docs_pages.py writes it.
+# The file holds where training ended for each target on other networks, by task.
+# tests/docs_pages.py writes it.
 _AFTER_TRAINING = Path(__file__).with_name("after_training.json")
 
 
@@ -52,7 +53,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A target that suits the purpose; whether the network admits it is not known yet."""
+    """A target that suits the purpose. It is not known yet whether the network admits it.
+
+    Args:
+        scheme: The name of the target.
+        why: The reason, for the user.
+        options: The options of the conversion, as `convert` takes them.
+    """
 
     scheme: str
     why: str
@@ -113,7 +120,18 @@ def advise(
 def _planned(
     network: Network, candidate: _Candidate, *, name: str, data: str, private: bool
 ) -> Advice:
-    """Return the advice for a candidate; RefusedError says that it cannot be planned."""
+    """Return the advice for a candidate.
+
+    Args:
+        network: The network.
+        candidate: The target, with the reason for it.
+        name: What the commands call the network.
+        data: What the commands call the images to fit to.
+        private: Whether the network will be trained privately.
+
+    Raises:
+        RefusedError: The network does not admit the target.
+    """
     scheme = schemes.get(candidate.scheme)
     is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
     options = dict(candidate.options)
@@ -204,7 +222,7 @@ def _without_batch_statistics(reason: str) -> Iterator[_Candidate]:
 
     groupnorm = _Candidate("groupnorm", f"{reason}: normalizes still, each sample by itself")
     yield groupnorm
-    # The plain norm, which other libraries load as it is, stands beside ours.
+    # The plain norm is advised beside ours, because other libraries load it as it is.
     yield replace(
         groupnorm,
         why=f"{groupnorm.why}; with the eps of other libraries, which keeps less at once",

@@ -1,17 +1,17 @@
 """Signal propagation: mean and variance of the hidden activations, from residual block to block.
 
-Signal propagation plots (SPPs): Brock et al. 2021, arXiv:2101.08692, as the ICLR 2022 blog post
-"Normalization is dead, long live normalization!" defines and codes them. For an activation (N, C,
-H, W):
+Signal propagation plots (SPPs) are from Brock et al. 2021, arXiv:2101.08692. They are taken here as
+the ICLR 2022 blog post "Normalization is dead, long live normalization!" defines and codes them.
+For an activation (N, C, H, W):
 
 - average channel squared mean: the mean over N, H and W, squared, averaged over C (best near 0);
 - average channel variance: the variance over N, H and W, averaged over C (shows explosion and
   attenuation).
 
-Both are taken after the sum of every residual block, before an activation that follows it. The
+Both are taken after the sum of every residual block, before an activation that follows the sum. The
 third curve is the average channel variance at the end of the residual branch. In
-y = skip + alpha f(x) it is that of f(x), before a scalar (SkipInit's, NF's alpha): it shows whether
-f keeps the variance. `added_variance` is that of alpha f(x).
+y = skip + alpha f(x) this is the variance of f(x), before the scalar alpha of SkipInit or NF. It
+shows whether f keeps the variance. `added_variance` is the average channel variance of alpha f(x).
 """
 
 import copy
@@ -47,9 +47,10 @@ class Point:
         depth: The number of the block, counted from 1.
         mean_sq: The average channel squared mean after the sum.
         variance: The average channel variance after the sum.
-        branch_variance: The average channel variance at the end of the branch, before a scalar on
-            it.
-        added_variance: The average channel variance after that scalar, which the sum receives.
+        branch_variance: The average channel variance at the end of the branch, before its scalar if
+            it has one.
+        added_variance: The average channel variance of what the branch adds to the sum, after its
+            scalar.
     """
 
     block: str
@@ -63,7 +64,13 @@ class Point:
 
 @dataclass(frozen=True)
 class _BlockNodes:
-    """The graph nodes of a block whose values are measured."""
+    """The graph nodes of a block whose values are measured.
+
+    Args:
+        total: The sum.
+        branch_end: The end of the branch, before its scalar.
+        added: What the branch adds to the sum, after its scalar.
+    """
 
     total: fx.Node
     branch_end: fx.Node
@@ -142,7 +149,7 @@ def signal_propagation(
 
 
 def _without_running_statistics(model: nn.Module) -> nn.Module:
-    """Return a copy whose BatchNorms normalize by the statistics of the batch in eval mode, too."""
+    """Return a copy whose BatchNorms normalize by the batch's statistics, even in eval mode."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if isinstance(module, _BatchNorm):
@@ -153,7 +160,7 @@ def _without_running_statistics(model: nn.Module) -> nn.Module:
 
 
 def _multipliers(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters that zero the module's output where they are 0."""
+    """Return the names of a module's parameters that, if they are 0, leave at most a shift."""
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
     if affine.is_norm(module):
@@ -162,10 +169,10 @@ def _multipliers(module: nn.Module) -> tuple[str, ...]:
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """Return a copy in which gammas, gains and scalars that are 0 throughout are 1.
+    """Return a copy in which every gamma, gain or scalar that is 0 throughout is 1.
 
-    timm starts each branch with a last gamma, gain or `skipinit_gain` of 0; SkipInit may start from
-    alpha = 0.
+    Such a parameter hides its branch from the plot. timm starts each branch with a last gamma, gain
+    or `skipinit_gain` of 0; SkipInit may start from alpha = 0.
     """
     twin = copy.deepcopy(model)
     for module in twin.modules():
@@ -201,6 +208,7 @@ def _add_moments(
     missing = set(names)
 
     def add(name: str, x: object) -> None:
+        """Add the value of the node `name` to its moments, if it is one of the names."""
         if name not in names or not isinstance(x, Tensor):
             return
         # Tokens are (N, L, C).
@@ -221,7 +229,10 @@ def _add_moments(
 
 
 def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
-    """Return the end of a branch before drop path, learnable scalars and one constant factor."""
+    """Return the node at the end of a block's branch, before what scales the branch.
+
+    Drop path, learnable scalars and one constant factor scale it.
+    """
     node = block.branch
     constants_left = 1
     while True:
@@ -235,7 +246,8 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
 
         if multiplies and len(sources) == 1:
             constants_left -= 1
-        # It is a gate, or the second constant: the attention gain of NF networks belongs to f.
+        # A product of two tensors is a gate. The second constant from the end is the attention gain
+        # of NF networks. Both belong to f.
         if len(tensors) != 1 or constants_left < 0:
             return node
         node = tensors[0]

@@ -1,4 +1,4 @@
-"""What commands print of networks and conversions, as JSON-able records; `cli` lays them out."""
+"""Networks and conversions as JSON-able records, which the commands print."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def sizes(model: nn.Module) -> dict[str, int]:
 
 
 def _block(block: Block, anatomy: Anatomy) -> Body:
+    """Describe a residual block, with the value of the scalar on its branch or None."""
     body: Body = {name: getattr(block, name) for name in _BLOCK_FIELDS}
     body["norms"] = list(block.norms)
     body["alpha"] = None
@@ -78,6 +79,13 @@ def _block(block: Block, anatomy: Anatomy) -> Body:
 
 
 def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
+    """Describe a norm.
+
+    Args:
+        norm: The norm.
+        anatomy: The recorded network.
+        folding: The plan that folds every norm, which says what would become of this one.
+    """
     module = anatomy.traced.modules[norm.path]
     mean: Tensor | None = None
     std: Tensor | None = None
@@ -113,7 +121,13 @@ def _range(values: Tensor | None) -> list[float] | None:
 
 
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
-    """Describe a step of a plan, with what its builder noted if the step was just planned."""
+    """Describe a step of a plan.
+
+    Args:
+        step: The step.
+        builder: The plan in the making, with outcomes and notes. None if the step was planned
+            earlier.
+    """
     outcomes = getattr(builder, "outcomes", {})
     scalars = [edit for edit in step.edits if edit.layer == "Scale"]
     return {
@@ -131,7 +145,7 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
 
 
 def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
-    """Describe the steps of a conversion; the last one has what was measured.
+    """Describe the steps of a conversion. The record of the last step holds what was measured.
 
     Args:
         conversion: The conversion.

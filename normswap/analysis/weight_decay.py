@@ -14,11 +14,11 @@ The policy `kim2022`: the guidelines of Kim et al. 2022, arXiv:2205.07260 (ACM T
   rate, which goes as 1 / |gamma|^2 (equation 24). `gamma_head`, after the last block, decays for
   the same reason (4T).
 
-Weights decay; betas and biases do not. A LayerNorm that ends a branch has a `gamma_last`, one
-before the first block a `gamma_0`, one that begins a branch (ViT, Swin) a `gamma_other`. A scale
-per channel in the place of a norm has that norm's role. SkipInit's scalars do not decay (De & Smith
-2020, arXiv:2002.10444, appendix G: its code), nor do the gains of NF networks (Brock et al. 2021,
-arXiv:2102.06171).
+Weights decay; betas and biases do not. The gamma of a LayerNorm is `gamma_last` if the norm ends a
+branch, `gamma_0` if it stands before the first block, and `gamma_other` if it begins a branch (ViT,
+Swin). A scale per channel in the place of a norm has that norm's role. SkipInit's scalars do not
+decay (De & Smith 2020, arXiv:2002.10444, the code in appendix G). The gains of NF networks do not
+decay either (Brock et al. 2021, arXiv:2102.06171).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from normswap.surgery.network import Network
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
 Policy = str | Collection[str]
+# The roles of parameters that are one number, whose learning rate may be scaled.
 SCALARS = ("alpha", "tanh_alpha", "scalar_bias", "skipinit_gain")
 # The gamma of a norm, by the norm's role in the graph.
 _GAMMA = {
@@ -241,7 +242,14 @@ def _layer_scales(model: nn.Module, layer_decay: float) -> dict[int, float]:
 
 
 def _empty_group(weight_decay: float, *, decays: bool, lr: float | None, scale: float) -> Body:
-    """Return a parameter group without parameters; `scale` is that of its learning rate."""
+    """Return a parameter group without parameters.
+
+    Args:
+        weight_decay: The weight decay of a group that decays.
+        decays: Whether the group decays.
+        lr: The learning rate, or None.
+        scale: The scale of the group's learning rate.
+    """
     name = "decay" if decays else "no-decay"
     if scale != 1:
         name += f", lr x {scale:g}"
@@ -263,7 +271,7 @@ def _spared(model: nn.Module) -> tuple[str, ...]:
 
 
 def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str]]:
-    """Yield (path, role) of every parameter, a shared one once."""
+    """Yield the path and the role of every parameter; a shared parameter is yielded once."""
     gammas = _norm_roles(model, network)
     spared = _spared(model)
     for path, parameter in model.named_parameters():
@@ -298,14 +306,17 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
         return name
     if isinstance(owner, (*LINEAR, nn.Embedding)):
         return {"weight": "weight", "bias": "bias"}.get(name)
-    # torch's weight norm calls the filters' norms so.
+    # In torch's weight norm `original0` holds the norms of the filters.
     if name == "original0" and type(owner).__name__ == "ParametrizationList":
         return "gain"
     return None
 
 
 def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
-    """Return the gamma's role of every norm, also of norms that are gone, by module path."""
+    """Return the role of each norm's gamma, by the path of the module that holds it.
+
+    For a norm that is gone, this is the module that stands in its place or has absorbed it.
+    """
     twin = _with_its_norms(model)
     if network is None or twin is not model:
         network = Network(twin)
@@ -356,7 +367,10 @@ def _ends(path: str, block: Block, anatomy: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """Return a copy with the norms that are gone, if some gammas of them are left; else `model`."""
+    """Return a copy with a norm in each place from which one is gone, so that roles can be read.
+
+    If no norms are gone, or no layer holds one of their gammas, `model` itself is returned.
+    """
     record = provenance.of(model)
     has_gammas = any(
         isinstance(module, OwnLayer) and GAMMA in module.ROLES.values()
