@@ -1,4 +1,4 @@
-"""Diagnose: run all checks on one network, and name the root of the trouble first."""
+"""Diagnose a network: run all checks on it, and name the root of the trouble first."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -17,7 +17,7 @@ from normswap.models.calling import Inputs
 from normswap.plan import Body
 from normswap.surgery.network import HasModel, Network
 
-# In this order: a cause stands before what follows from it.
+# The checks in the order of their findings: a cause stands before its consequences.
 CHECKS: tuple[Check, ...] = (
     stored_numbers.broken_statistics,
     stored_numbers.broken_parameters,
@@ -36,13 +36,14 @@ CHECKS: tuple[Check, ...] = (
     contradicted,
 )
 
+# The checks that need images. The first one that finds a fault is the last one that is made.
 ON_IMAGES: tuple[Check, ...] = (
     roots_for_variances,
     unfit_preprocessing,
     settings.unfit_eps,
     drifted,
 )
-# What only images show.
+# The note that says what only images show.
 _NOT_LOOKED_AT = (
     "only images show whether they are prepared as in training, and whether statistics and eps fit"
     " them"
@@ -97,7 +98,7 @@ def diagnose(
     notes += open_questions
 
     if not faults and not open_questions and case.sites and images is not None:
-        # The first fault explains those behind it: images that are prepared wrongly fit no
+        # The first fault explains later ones. Images that are prepared wrongly, for example, fit no
         # statistics.
         for check in ON_IMAGES:
             faults, open_questions = _faults_and_questions(case, [check])
@@ -111,7 +112,11 @@ def diagnose(
 
 
 def _faults_and_questions(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], list[str]]:
-    """Run checks on a network; return the faults, and as text what cannot be decided."""
+    """Run checks on a network.
+
+    Returns:
+        The faults, and the questions that cannot be decided, as text.
+    """
     faults: list[Finding] = []
     open_questions: list[str] = []
     for check in checks:

@@ -1,9 +1,9 @@
-"""Checks of stored statistics, against what the weights predict and against those of images.
+"""Checks of stored statistics, against the weights' prediction and against the images' statistics.
 
-With images, the network runs with every norm on the statistics of its batch. So a norm is compared
-with the input that it has when all norms before it normalize rightly, and one wrong norm does not
-make those behind it look wrong. The images are measured in parts. How far the parts differ is what
-chance does; a difference that does not stand out from it is not reported.
+With images, the network runs with every norm on the statistics of its batch. So each norm is
+measured behind norms that normalize rightly, and one wrong norm does not make the norms behind it
+look wrong. The images are measured in parts. The differences between parts show what chance does. A
+drift that is not clearly larger is not reported.
 """
 
 import copy
@@ -31,14 +31,15 @@ from normswap.layers.known_norms import Pair
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import undisturbed
 
-# Stored means contradict the weights if they correlate less than this with the predicted means ...
+# Stored means contradict the weights if they correlate less than this with the predicted means, and
+# are further off than _FAR_FROM_PREDICTED.
 _UNLIKE = 0.35
-# ... and are off by more deviations than this in the median channel. In trained networks the
-# predicted means are nearer (weight_moments).
+# The distance in deviations, in the median channel. In trained networks the predicted means are
+# nearer (`weight_moments`).
 _FAR_FROM_PREDICTED = 0.5
-# The output of a norm, before gamma and beta, may be so large. Statistics of other weights multiply
-# from layer to layer, and bring it to 100 to 100,000. Networks that were trained with frozen
-# statistics stay below 10.
+# The output of a norm, before gamma and beta, may be so large. With statistics of other weights the
+# errors multiply from layer to layer, and outputs reach 100 to 100,000. In networks that were
+# trained with frozen statistics outputs stay below 10.
 _EXPLODED = 30.0
 # A norm has drifted if in the median channel the mean is off by so many deviations, or the ratio of
 # variances has a logarithm of this size.
@@ -46,23 +47,24 @@ _MEAN_DRIFT = 0.3
 _LOG_VAR_DRIFT = 0.7
 # A difference of so many standard errors is no chance.
 _CHANCE = 3.0
-# The details differ if a quarter of the channels have a ratio of variances with this logarithm, and
-# it is so many standard errors large.
+# The details of images differ if, in a quarter of the channels, the logarithm of the ratio of
+# variances is above this, and above _DETAIL_CHANCE standard errors.
 _DETAIL = 0.15
 _DETAIL_CHANCE = 4.0
-# Small drifts count together if they change the answers by this share, and by so many times as much
-# as one half of the images differs from the other.
+# Many small drifts are reported if together they change the answers by this share, and by
+# _BEYOND_HALVES times as much as the answers differ between statistics of the two halves of the
+# images.
 _ANSWER_CHANGE = 0.2
 _BEYOND_HALVES = 2.0
 # The stored statistics are plausible if the answers still differ between images: by at least this
-# share of how much they differ under the images' own statistics. After a training with frozen
-# statistics that share was 0.97 to 1.7, with statistics of other weights 0.1 to 0.9.
+# share of their difference under the images' own statistics. After training with frozen statistics
+# the share was 0.97 to 1.7. With statistics of other weights it was 0.1 to 0.9.
 _ANSWERS_VARY = 0.95
-# Stored values are deviations if their squares are the variances: the logarithms differ by less
-# than this, and by so many times less than those of the stored values themselves.
+# Stored variances are really deviations if the logarithms of their squares differ from those of the
+# measured variances by less than this, and _SQUARES_NEARER times less than without squaring.
 _SQUARES_FIT = 0.35
 _SQUARES_NEARER = 3.0
-# Variances below this are those of dead channels.
+# A channel with a variance below this is dead.
 _DEAD_VARIANCE = 1e-10
 # With fewer images small drifts say nothing.
 _ENOUGH_IMAGES = 64
@@ -100,9 +102,10 @@ class Drift:
     def has_other_details(self) -> bool:
         """Whether the means fit and the variances do not.
 
-        Images that are blurred, sharpened, noisy or resized in another way are like that. It shows
-        in a quarter of the channels, as a filter of the first layer sees some frequencies only.
-        Statistics of few images, or of other weights, have other means, too.
+        That is so if images are blurred, sharpened, noisy or resized in another way than in
+        training. A quarter of the channels is enough, because each filter of the first layer sees
+        only some frequencies. With statistics of few images or of other weights, the means do not
+        fit either.
         """
         shifts, log_ratios = _differences(self.site, *self.seen)
         shift = float(shifts.abs().quantile(0.75))
@@ -118,7 +121,10 @@ class Drift:
 
 
 def measured_drifts(case: Case) -> list[Drift]:
-    """Return the drift of every norm that keeps statistics; none if they cannot be measured."""
+    """Return the drift of every norm that keeps statistics.
+
+    The list is empty if drifts cannot be measured.
+    """
     parts = case.estimates
     if not parts:
         return []
@@ -160,7 +166,7 @@ def _differences(site: StoredNorm, mean: Tensor, var: Tensor) -> tuple[Tensor, T
 
 
 def _median_size(by_part: Tensor) -> tuple[float, float]:
-    """Return how large the mean over parts is in the median channel, and its standard error.
+    """Return the size of the mean over parts, in the median channel, and its standard error.
 
     Args:
         by_part: A difference by part of the images and channel, (P, C).
@@ -171,7 +177,10 @@ def _median_size(by_part: Tensor) -> tuple[float, float]:
 
 
 def roots_for_variances(case: Case) -> Iterator[Finding | str]:
-    """Find standard deviations that are stored as variances: their squares are what images show."""
+    """Find standard deviations that are stored as variances.
+
+    Their squares are the variances that images show.
+    """
     drifts = measured_drifts(case)
     if not drifts:
         return
@@ -213,8 +222,8 @@ def drifted(case: Case) -> Iterator[Finding | str]:
 
     for finding in findings:
         named = _with_cause(case, finding)
-        # What has a name of its own, or begins with what the images make of the first norm, is not
-        # a matter of frozen statistics.
+        # Frozen statistics explain neither a finding that has a cause of its own, nor a drift that
+        # begins at the first norm.
         concerns_statistics = named.name in ("wrong-statistics", "drifted-domain")
         may_be_frozen = concerns_statistics and not drifts[0].is_off and case.of_other_weights
         if may_be_frozen and tells_images_apart(case):
@@ -224,7 +233,12 @@ def drifted(case: Case) -> Iterator[Finding | str]:
 
 
 def frozen_or_stale(case: Case, evidence: str) -> str:
-    """Return what is said of statistics of other weights that training may have frozen."""
+    """Return the note on statistics of other weights that training may have frozen.
+
+    Args:
+        case: The network.
+        evidence: What was seen, with which the note begins.
+    """
     remark = ""
     if case.images is None:
         remark = f" (normswap doctor {case.name} --data {case.data} tells more)"
@@ -244,13 +258,14 @@ def tells_images_apart(case: Case) -> bool:
 
 
 def _images(case: Case) -> ImageBatches:
+    """Return the images of a case that is known to have some."""
     assert case.images is not None
     return case.images
 
 
 @torch.no_grad()
 def _variation(model: nn.Module, calls: Sequence[Example]) -> float:
-    """Return the share of the answers' size that differs between images; 0 without answers."""
+    """Return how much answers differ between images, as a share of their size (0 if none)."""
     answers = torch.cat([_answers(model, call) for call in calls])
     return float((answers - answers.mean(0)).norm() / answers.norm().clamp_min(1e-30))
 
@@ -269,9 +284,9 @@ def _without_colours(case: Case, first: Drift) -> Iterator[Finding]:
 
 
 def _with_cause(case: Case, finding: Finding) -> Finding:
-    """Rename a finding of drift if something else is wrong that explains it alone.
+    """Return a finding of drift under the name of its cause, if that is known.
 
-    That is images without colours, or betas that are 0 although the gammas were trained.
+    Two causes are known: images without colours, and betas of 0 although the gammas were trained.
     """
     if case.images is not None and case.images.colourless:
         cause = "the three channels of all images are one picture, as of a camera without colours"
@@ -316,8 +331,8 @@ def _far_off(case: Case, drifts: list[Drift], off: list[Drift]) -> Finding:
     """
     worst = max(off, key=lambda drift: drift.mean + drift.log_var)
 
-    # Other images differ from the first norm on. If the first norms fit, the images are not the
-    # cause.
+    # Other images make a difference from the first norm on. If the first norm fits, the images are
+    # not the cause.
     by_images = off[0] is drifts[0] or drifts[0].has_other_details
     cause = (
         "the stem fits these images, so the statistics are wrong, or the gammas and weights before"
@@ -341,7 +356,15 @@ def _far_off(case: Case, drifts: list[Drift], off: list[Drift]) -> Finding:
 def _drift_finding(
     case: Case, drifts: list[Drift], *, evidence: str, cost: str, by_images: bool
 ) -> Finding:
-    """Return a finding of drift, named by whether the images or the statistics are wrong."""
+    """Return a finding of drift.
+
+    Args:
+        case: The network.
+        drifts: The drifts of the norms that have the fault.
+        evidence: What was seen.
+        cost: What the fault does.
+        by_images: Whether the images are of another domain. If not, the statistics are wrong.
+    """
     name = "wrong-statistics"
     mend = case.recalibrate_and_measure
     if by_images:
@@ -361,7 +384,7 @@ def _drift_finding(
 def _many_small_drifts(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
     """Find statistics that are each a little off, and together change the answers.
 
-    Pruned weights, and statistics of few images, are like that.
+    Pruning the weights, or measuring the statistics on few images, has this effect.
     """
     if case.images is None or not drifts:
         return
@@ -416,9 +439,9 @@ def _answers(model: nn.Module, call: Example) -> Tensor:
 
 
 def contradicted(case: Case) -> Iterator[Finding | str]:
-    """Find running means that the weights and the norm before cannot make.
+    """Find running means that the norm before and the weights between cannot produce.
 
-    They are stale, of another norm, or were frozen in training.
+    Such means are stale, belong to another norm, or were frozen in training.
     """
     sites = [site for site in case.sites if _contradicts(case, site)]
     if not sites:
@@ -504,8 +527,8 @@ def _distances(site: StoredNorm, predicted: Pair) -> Tensor:
 def _swapped(case: Case, off: list[StoredNorm]) -> tuple[StoredNorm, StoredNorm] | None:
     """Return two norms that store each other's means, or None.
 
-    The means that are predicted for the first are those that the second stores. The other way round
-    it holds, too, if the means of the second can be predicted.
+    The second norm must store the means that are predicted for the first. If means can be predicted
+    for the second, the first must store these.
 
     Args:
         case: The network.

@@ -1,4 +1,4 @@
-"""The records of a diagnosis: the network that is looked at, one fault, all faults."""
+"""The records of a diagnosis: the network as the checks see it, a fault, and all faults."""
 
 import copy
 import statistics
@@ -26,7 +26,7 @@ from normswap.models import zoo
 from normswap.models.calling import Example
 from normswap.surgery.network import Network
 
-# A correlation over fewer channels says nothing.
+# A correlation over fewer channels than this says nothing.
 _FEWEST_CHANNELS = 8
 # Stored and predicted means of the same weights correlate by more than this, usually by 0.99.
 _SAME_WEIGHTS = 0.9
@@ -226,7 +226,7 @@ class Case:
 
     @cached_property
     def bare(self) -> nn.Module | None:
-        """The network as its library builds it, or None if nobody knows how."""
+        """The network as its library builds it, or None if its architecture is not known."""
         try:
             arch = provenance.of(self.model).arch or zoo.identify(self.model, self._set_alike)
             return None if arch is None else zoo.skeleton(arch)
@@ -236,7 +236,7 @@ class Case:
     def _set_alike(self, bare: nn.Module) -> nn.Module:
         """Give the norms of a bare network the eps and momentum of this one, in place.
 
-        They may be what is wrong, so the architecture is recognized without them.
+        Both may be wrong in this network, so its architecture is recognized whatever they are.
         """
         modules_here = dict(self.model.named_modules())
         for path, norm in bare.named_modules():
@@ -252,14 +252,17 @@ class Case:
 
     @property
     def recalibrate_and_measure(self) -> str:
-        """That command, for a network that may have been trained with the statistics it keeps."""
+        """The command that measures the statistics anew, with a warning.
+
+        The warning is for networks that may have been trained with the statistics they keep.
+        """
         return (
             f"{self.recalibrate}, and measure before and after: if the training ended with frozen"
             " statistics, they are right as they are, and this undoes it"
         )
 
 
-# A check yields faults, and as text what cannot be decided.
+# A check yields the faults that it finds. A question that it cannot decide is yielded as text.
 Check: TypeAlias = Callable[[Case], Iterator[Finding | str]]
 
 
@@ -278,6 +281,7 @@ def rule(
     """
 
     def check(case: Case) -> Iterator[Finding | str]:
+        """Yield one finding of all norms that have the fault."""
         sites = [site for site in case.sites if hits(case, site)]
         if sites:
             yield Finding(
@@ -331,6 +335,7 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
 
 
 def _stored_norm(path: str, module: nn.Module) -> StoredNorm:
+    """Return the record of the norm at a path."""
     mean = torch.zeros(0, dtype=torch.float64)
     var = torch.zeros(0, dtype=torch.float64)
     if affine.has_moments(module):

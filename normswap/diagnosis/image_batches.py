@@ -15,16 +15,20 @@ from normswap.models.calling import Example, form
 
 # At most so many images are held in memory.
 MOST = 512
-# The share of a channel's variance that the other channels may leave unexplained in images without
-# colours: rounding to bytes leaves less.
+# In images without colours the other channels explain a channel's variance except for at most this
+# share. Rounding to bytes leaves less unexplained.
 _COLOURLESS = 1e-4
-# The number of parts of the images. How far these differ is the sampling error.
+# The images are measured in so many parts. The differences between parts show the sampling error.
 PARTS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class ImageBatches:
-    """Batches of one size, as calls of the network."""
+    """Batches of images of one size.
+
+    Args:
+        calls: The batches as calls of the network.
+    """
 
     calls: tuple[Example, ...]
 
@@ -47,7 +51,7 @@ class ImageBatches:
         return mixed
 
     def _shuffled(self, model: nn.Module) -> ImageBatches:
-        """Return the images in another order, as those of a folder come class by class."""
+        """Return the images in random order, because a folder gives them class by class."""
         assert self.images is not None
         size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(0))
@@ -68,7 +72,7 @@ class ImageBatches:
             for call in self.calls:
                 part_of = torch.arange(call.count) % PARTS
                 cuts += [call.take(part_of == part) for part in range(PARTS)]
-            # A call that cannot be cut gives None; then all stay whole.
+            # A call that cannot be cut gives None. Then all calls stay whole, so that sizes agree.
             whole_cuts = [cut for cut in cuts if cut is not None]
             if len(whole_cuts) == len(cuts):
                 calls = whole_cuts
@@ -104,5 +108,5 @@ class ImageBatches:
 
     @property
     def parts(self) -> list[tuple[Example, ...]]:
-        """The batches in `PARTS` parts."""
+        """The batches, dealt in turn into `PARTS` parts."""
         return [self.calls[start::PARTS] for start in range(PARTS)]

@@ -1,8 +1,8 @@
 """Checks of how images are prepared: their normalization, and the order of their colours.
 
-A BatchNorm behind the stem keeps mean and variance of what the training images became there. Images
-that are prepared otherwise become something else. Of several preparations the right one brings the
-input of that norm nearest to its statistics.
+The first BatchNorm keeps the mean and variance that its input had on the training images. Images
+that are prepared otherwise give another input. Of several preparations, the right one brings the
+norm's input nearest to its statistics.
 """
 
 import re
@@ -32,13 +32,14 @@ _USUAL = (
     ((0.0,), (_BYTE,)),
     (_IMAGENET[0], (_BYTE,)),
 )
-# A distance below this, in nats, is as near as chance lets it be.
+# A distance below this, in nats, is within chance.
 _FAR = 0.004
-# Another preparation is reported if it is so many times nearer, in all images and in every part,
-# and its distance is below so many nats. The right one is very near. A usual one that is nearly
-# right is not as near, but far nearer than a wrong one.
+# Pairs of a factor and a distance in nats. Another preparation is reported if, for one pair, it is
+# nearer by the factor, in all images and in every part, and its distance is below the pair's. The
+# right preparation is very near, which the first pair asks. A usual one that is nearly right is
+# less near but far nearer than a wrong one, which the second pair asks.
 _CLEARLY = ((2.0, 0.01), (5.0, 0.05))
-# Pixels may leave 0..1 by so much, as they were rounded.
+# Pixels may leave 0..1 by so much, because of rounding.
 _ROUNDED = 0.02
 _BATCH = 32
 
@@ -70,7 +71,7 @@ class _Preparation:
         return (pixels - _as_maps(self.mean, pixels)) / _as_maps(self.std, pixels)
 
     def undo(self, images: Tensor) -> Tensor:
-        """Return the pixels of images that were prepared so, with the usual order of colours."""
+        """Return the pixels of images that were prepared like this, in the usual colour order."""
         return images * _as_maps(self.std, images) + _as_maps(self.mean, images)
 
 
@@ -100,6 +101,7 @@ class _Trial:
 
     @property
     def prepared(self) -> Tensor:
+        """The network's input for the pixels."""
         return self.preparation.apply(self.pixels)
 
 
@@ -148,7 +150,12 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
 
 
 def _trials(present: _Preparation, images: Tensor) -> Iterator[_Trial]:
-    """Yield preparations to try: of the stated pixels, then of other readings of the images."""
+    """Yield the trials: first with the images read as the network states, then otherwise.
+
+    Args:
+        present: The preparation that the network states.
+        images: The images as they were given, (N, C, H, W).
+    """
     channels = images.shape[1]
     stated_pixels = present.undo(images)
     for preparation in _preparations(present, channels):
@@ -161,7 +168,7 @@ def _trials(present: _Preparation, images: Tensor) -> Iterator[_Trial]:
 def _as_pixels(images: Tensor, present: _Preparation) -> Iterator[tuple[Tensor, str]]:
     """Yield other readings of images as pixels in 0..1, each with how the images were given.
 
-    Nobody normalized them, or they were normalized otherwise than the network states.
+    Either they were not normalized, or otherwise than the network states.
     """
     least, most = images.aminmax()
     if least >= 0 and most <= 1:
@@ -186,9 +193,9 @@ def _preparations(
     """Yield preparations to try, each with both orders of colours.
 
     Args:
-        present: The one that the network states.
+        present: The preparation that the network states.
         channels: The number of channels of the images.
-        usual: Whether the usual ones are tried, too.
+        usual: Whether the usual preparations are tried beside the stated one.
     """
     pairs = [(present.mean, present.std)]
     if usual:
@@ -227,7 +234,7 @@ def _mend(case: Case, preparation: _Preparation) -> str:
 
 
 def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
-    """Return how far the first norm's statistics are from those of its input.
+    """Return how far the first norm's statistics are from the statistics of its input.
 
     A distance is the KL divergence of normal distributions, in nats, averaged over the middle 80 %
     of the channels.

@@ -27,16 +27,17 @@ from normswap.models import kinds, zoo
 
 # The eps of torch, and that of TensorFlow and Ultralytics.
 _USUAL_EPS = (1e-5, 1e-3)
-# Another eps is reported if statistics are at least so far off with this one, and so many times
-# nearer with the other.
+# Another eps is reported if statistics are at least so far off with the network's eps, and
+# _CLEARLY times nearer with the other.
 _FAR = 0.1
 _CLEARLY = 2.0
-# Momentum is the share of the new batch. One above this is Keras', the share of the old batches.
+# In torch momentum is the share of the new batch. A momentum above this was taken from Keras, where
+# it is the share of the old batches.
 _LARGEST_MOMENTUM = 0.5
 
 
 def unlike_builder(case: Case) -> Iterator[Finding]:
-    """Find an eps that is not the one of the architecture: no checkpoint stores it."""
+    """Find norms whose eps is not the eps of the architecture, because no checkpoint stores it."""
     bare = case.bare
     if bare is None:
         return
@@ -71,7 +72,7 @@ def _cost_of_eps(eps: float, right: float) -> str:
 
 
 def fused(case: Case) -> Iterator[Finding]:
-    """Find norms of the architecture that its convolutions have absorbed, not by normswap."""
+    """Find norms of the architecture that another tool than normswap folded into convolutions."""
     record = provenance.of(case.model)
     bare = case.bare
     if record.arch is None or bare is None or record.plan.steps:
@@ -148,9 +149,9 @@ def _with_eps(case: Case, eps: float) -> Case:
 
 
 def _mean_distance(case: Case) -> float:
-    """Return how far the norms' statistics are from those of images: the mean over norms.
+    """Return how far stored statistics are from the images' statistics, averaged over norms.
 
-    It is 0 if that cannot be measured.
+    The distance is 0 if it cannot be measured.
     """
     drifts = measured_drifts(case)
     return sum(drift.mean + drift.log_var for drift in drifts) / max(len(drifts), 1)
@@ -159,7 +160,7 @@ def _mean_distance(case: Case) -> float:
 def momentum(case: Case) -> Iterator[Finding]:
     """Find a momentum with which running statistics cannot follow the training.
 
-    It is 0 or less, or nearly the whole of each new batch.
+    Such a momentum is 0 or less, or so large that the last batches decide alone.
     """
     hit = [
         site
@@ -264,7 +265,7 @@ def shared(case: Case) -> Iterator[Finding]:
 def _serves_several_layers(case: Case, site: StoredNorm) -> bool:
     """Whether one forward calls a norm behind several layers.
 
-    Two arms with one body call it behind the same layer; that is no fault.
+    Calls behind one layer are no fault: two arms of the network then share layer and norm.
     """
     if case.traced is None or case.traced.called(site.module) < 2:
         return False
@@ -277,7 +278,7 @@ def _serves_several_layers(case: Case, site: StoredNorm) -> bool:
 
 
 def in_a_row(case: Case) -> Iterator[Finding]:
-    """Find norms that read nothing but what another norm has just normalized."""
+    """Find norms whose only input is the output of another norm."""
     pairs = [*_norm_pairs(case)]
     if not pairs:
         return
@@ -302,7 +303,7 @@ def in_a_row(case: Case) -> Iterator[Finding]:
 
 
 def _norm_pairs(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield the paths of two norms of which the second alone reads what the first gives."""
+    """Yield the paths of two norms, the second of which is the only reader of the first."""
     if case.traced is None:
         return
     for site in case.sites:
@@ -321,7 +322,7 @@ def _is_bare_batchnorm(module: nn.Module) -> bool:
 
 
 def _source(traced: Traced, call: fx.Node) -> fx.Node | None:
-    """Return the value that a call reads, before whatever does nothing in eval mode."""
+    """Return the node whose value a call reads, above identities; None if it reads several."""
     sources = inputs(call)
     while len(sources) == 1 and is_identity(traced.module(sources[0])):
         sources = inputs(sources[0])

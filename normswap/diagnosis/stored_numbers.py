@@ -1,4 +1,7 @@
-"""Checks of the numbers that norms store: broken ones, untrained ones, channels switched off."""
+"""Checks of the numbers that norms store.
+
+They find broken numbers, numbers that no training has changed, and channels that are switched off.
+"""
 
 from collections.abc import Iterator
 
@@ -23,9 +26,9 @@ _SWITCHED_OFF = 0.1
 _TINY = 1e-3
 # A filter counts as 0 below this share of the median filter's squared length.
 _DECAYED = 1e-6
-# The lengths of fewer filters say nothing.
+# The lengths of fewer filters than this say nothing.
 _FEWEST_FILTERS = 8
-# The variance of the lengths may exceed what chance makes by so many standard errors.
+# The variance of the filters' lengths may be so many standard errors above the variance by chance.
 _CHANCE = 4.0
 # At most so many norms are named in the evidence.
 _NAMED = 4
@@ -153,7 +156,7 @@ def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
 
 
 def zero_variance(case: Case) -> Iterator[Finding]:
-    """Find variances of 0, or far below eps, though the weights before make something vary."""
+    """Find variances of 0, or far below eps, in channels whose input does vary."""
     hit: list[StoredNorm] = []
     for site in case.sites:
         if not len(site.var) or site.starts_at_init:
@@ -179,8 +182,11 @@ def zero_variance(case: Case) -> Iterator[Finding]:
 def _reached(case: Case, site: StoredNorm) -> Tensor:
     """Return which channels of a norm have an input that varies, (C,).
 
-    A channel has none if one of these holds: its mean and variance are 0 but for a bias, the norm
-    before and the weights predict the variance 0, or its filter has decayed to 0.
+    The input of a channel does not vary if one of these holds:
+
+    - Its variance is 0, and its mean is only the bias of the layer before.
+    - The norm before and the weights predict the variance 0.
+    - Its filter has decayed to 0.
     """
     channel_values = site.var
     if site.gamma is not None and not len(site.var):

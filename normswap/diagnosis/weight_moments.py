@@ -1,13 +1,13 @@
 """Mean and variance of each norm's input, predicted from the norms before it and the weights.
 
 The output of a BatchNorm has mean beta and deviation |gamma| (Ioffe & Szegedy 2015, section 3),
-whatever its statistics are. Taken as normal and independent, they are followed through activations,
-sums and convolutions to the next norm:
+whatever its statistics are. Its channels are taken as normal and independent, and both moments are
+followed through activations, sums and convolutions to the next norm:
 
     E[W x + b] = W E[x] + b,    Var[W x] = W^2 Var[x]
 
-Correlations, borders and gates are left out. So the predicted means come near, and the variances
-come within an order of magnitude.
+Correlations, borders and gates are left out. So the predicted means are near the measured ones, and
+the predicted variances are within an order of magnitude.
 """
 
 import operator
@@ -55,7 +55,7 @@ def predicted_moments(traced: Traced) -> dict[str, Pair]:
                 moments[node] = output
             continue
 
-        # A norm that is called twice normalizes a mixture.
+        # The statistics of a norm that is called twice are those of a mixture of two inputs.
         sources = inputs(node)
         is_called_once = len(traced.calls[id(module)]) == 1
         if len(sources) == 1 and sources[0] in moments and is_called_once:
@@ -80,7 +80,7 @@ def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair])
     Args:
         traced: The recorded forward.
         node: A node that is no norm.
-        moments: Mean and variance of the nodes before it.
+        moments: Mean and variance of the values of earlier nodes.
     """
     sources = inputs(node)
     module = traced.module(node)
@@ -107,7 +107,7 @@ def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair])
 
 
 def _keeps_moments(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a node passes its input on; an average is counted, too, as its mean is the same."""
+    """Whether a node passes its input on, or is an average, which keeps the mean."""
     is_copy = node.target in ("contiguous", operator.pos)
     return is_identity(module) or is_copy or keeps_forward(module, _POOLS)
 
@@ -115,11 +115,15 @@ def _keeps_moments(node: fx.Node, module: nn.Module | None) -> bool:
 def _activated(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
     """Return mean and variance of an activation's output for a normal input, by 64 quantiles.
 
-    None says that the activation does not take such a tensor, or returns another shape.
+    None is returned if the activation does not take such a tensor, or returns another shape.
+
+    Args:
+        act: The activation.
+        pair: Mean and variance of its input, each (C,).
     """
     mean, var = pair
     x = (mean[:, None] + var.sqrt()[:, None] * _POINTS.to(mean))[None]
-    # This is foreign code, which may refuse the tensor.
+    # The activation may be the user's code, and raise anything.
     try:
         y = act(x)
     except Exception:
