@@ -1,8 +1,8 @@
 """The result of `inspect` as records: norms with their roles, residual blocks, and their graph.
 
-Patterns say which modules a conversion may change. A pattern is a dotted path in which `*`, `?` and
-`[...]` stand for anything, dots too (as in `fnmatch`). It names a module and all below it:
-`layer3`, `layer3.*.bn1`, `*.downsample`.
+Patterns say which modules a conversion may change. A pattern is a dotted path with the wildcards of
+`fnmatch`: `*`, `?` and `[...]`, which match dots like any other letter. A pattern names the modules
+whose paths it matches, and all modules inside them: `layer3`, `layer3.*.bn1`, `*.downsample`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,17 +22,17 @@ from normswap.provenance import Provenance
 
 @dataclass(frozen=True)
 class Norm:
-    """One normalization layer: the module, however often it is called.
+    """One normalization layer. A module that is called several times has one record.
 
     Args:
         path: The dotted path of the module.
-        kind: The name of its class.
-        channels: The number of channels that it normalizes.
+        kind: The name of the module's class.
+        channels: The number of channels that the norm normalizes.
         role: `stem`, `last`, `down`, `head` or `other` (`normswap.graph.inspection`).
-        block: The path of the residual block that it belongs to. None outside of blocks.
-        statistics: Where its mean and variance come from in eval mode.
-        called: How often forward calls it.
-        averages: Whether a BatchNorm that is fitted to images can replace it.
+        block: The path of the residual block that the norm belongs to; None outside of blocks.
+        statistics: Where the norm's mean and variance come from in eval mode.
+        called: How often forward calls the norm.
+        averages: Whether a BatchNorm that is fitted to images can replace the norm.
     """
 
     path: str
@@ -54,14 +54,14 @@ class Norm:
 class AffineMap:
     """A called module that is y = act(s x + t) per channel in eval mode.
 
-    It is a norm, or a layer of an earlier conversion.
+    The module is a norm, or a layer of an earlier conversion.
 
     Args:
         path: The dotted path of the module.
         module: The module itself.
-        holds_statistics: Whether it is a norm, or has a norm's statistics. Such a module may become
-            a plain scale and shift.
-        refusal: Why s and t cannot be read and moved. None where they can.
+        holds_statistics: Whether the module is a norm, or has a norm's statistics, so that a plain
+            scale and shift may replace it.
+        refusal: Why s and t cannot be read and moved; None where they can.
     """
 
     path: str
@@ -78,16 +78,17 @@ class Block:
         path: The path of the module whose forward adds. Further sums in the same module are called
             `path+2`, `path+3` ...
         stage: The path of the stage that the block belongs to.
-        skip: `identity`, `projection` (it has a convolution) or `other` (pooling, padding).
-        order: `post` (an activation follows the sum), `pre` (the branch begins with a norm or an
-            activation) or `linear`.
-        tail: The path of the innermost module that returns the branch's value, where a scalar goes.
-            None if no module does.
+        skip: The kind of the skip: `identity`, `projection` (it has a linear layer) or `other`
+            (pooling, padding).
+        order: Where the activation is: `post` (it follows the sum), `pre` (the branch begins with
+            a norm or an activation) or `linear` (neither).
+        tail: The path of the innermost module that returns the branch's value; None if no module
+            does. A scalar on the branch is placed here.
         norms: Paths of the norms on the branch and on the skip, in order of the forward pass.
-        last: The path of the branch's last norm. None if the branch has none.
+        last: The path of the branch's last norm; None if the branch has none.
         gate: The path of the module that multiplies the branch by a function of itself
-            (squeeze-and-excitation and the like). None if none does.
-        drop_path: The path of the module that drops the branch at random in training. None if none
+            (squeeze-and-excitation and the like); None if none does.
+        drop_path: The path of the module that drops the branch at random in training; None if none
             does.
         total: The node of the sum.
         branch: The node of the branch's value.
@@ -112,18 +113,18 @@ class Anatomy:
 
     Args:
         blocks: The residual blocks, in order of the forward pass.
-        norms: Every norm, in order of the forward pass. Norms that forward does not reach come
+        norms: Every norm, in order of the forward pass; norms that forward does not reach come
             last.
-        refusals: (path, reason) for every module that could not be looked into.
+        refusals: The path of every module that could not be looked into, with the reason.
         classifier: The path of the last linear layer before the output.
         dropout: The path of the dropout before the classifier: a module, or an attribute
             `drop_rate`.
-        traced: The graph that all this was read from.
+        traced: The recorded graph from which blocks, norms and maps were read.
         maps: Every module that is an affine map in eval mode, in order of the forward pass.
-        features: Whether the network returns features, as an encoder does, and no class scores.
+        features: Whether the network returns features, as an encoder does, instead of class scores.
         widths: The numbers of outputs of the linear layers that end the network.
         outside: Paths of the modules that a conversion leaves as they are (`restrict`).
-        provenance: Where the network is from, what was done to it, and the norms that it once had.
+        provenance: Where the network is from, how it was converted, and the norms that it once had.
     """
 
     blocks: tuple[Block, ...]
@@ -148,7 +149,7 @@ class Anatomy:
         return tuple(block for block in self.blocks if self.takes_part(block.path))
 
     def current_path(self, original: str) -> str:
-        """The path at which the norm of the source at `original` stands now.
+        """Return the path at which a norm of the source network stands now.
 
         If a `Chain` stands there, the norm's place is its first layer, `inner`.
         """
@@ -157,7 +158,10 @@ class Anatomy:
         return original
 
     def original_path(self, path: str) -> str:
-        """The path in the source of the norm at `path`, which may be one layer of a `Chain`."""
+        """Return the path that the norm at `path` had in the source network.
+
+        If the norm is one layer of a `Chain`, its original path is that of the `Chain`.
+        """
         parts = path.split(".")
         while parts and parts[-1] in ("inner", "then"):
             if ".".join(parts) in self.provenance.original_paths:
@@ -166,7 +170,10 @@ class Anatomy:
         return ".".join(parts)
 
     def kept_moments(self, path: str) -> tuple[Tensor, Tensor] | None:
-        """Mean and deviation per channel that the norm once at `path` gave its output, if known."""
+        """Return mean and deviation per channel of the output of the norm that once was at `path`.
+
+        None says that provenance has no record of the norm.
+        """
         original = self.original_path(path)
         names = ("running_mean", "weight", "bias", "output_mean", "output_std")
         tensors = [self.provenance.norms.get(f"{original}.{name}") for name in names]
@@ -180,17 +187,18 @@ class Anatomy:
 
 
 def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:
-    """The same anatomy with fewer modules that a conversion may change.
+    """Return the anatomy with fewer modules that a conversion may change.
 
     Args:
         anatomy: The anatomy of the whole network.
-        only: Patterns of the modules that may be changed. Without any, all may.
+        only: Patterns of the modules that may be changed. An empty list allows all modules.
         skip: Patterns of the modules that stay as they are, even where `only` names them.
 
     Raises:
         OptionError: A pattern names no norm, block or linear layer.
     """
     modules = anatomy.traced.modules
+    # A pattern must name something that a conversion can change.
     convertible = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}
     convertible |= {id(modules[norm.path]) for norm in anatomy.norms}
     paths = [
@@ -229,12 +237,12 @@ def _check_patterns(option: str, patterns: Sequence[str], paths: Sequence[str]) 
 
 
 def _parents(path: str) -> list[str]:
-    """The paths of all modules above `path`, the outermost first."""
+    """Return the paths of all modules above `path`, the outermost first."""
     return [path[:end] for end, letter in enumerate(path) if letter == "."]
 
 
 def _named_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
-    """The ids of the modules that one of the patterns names."""
+    """Return the ids of the modules that any of the patterns names."""
     return {
         id(module)
         for path, module in modules.items()
@@ -243,13 +251,17 @@ def _named_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) ->
 
 
 def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
-    """A few patterns that together name all of `paths` and, if possible, none of `others`."""
+    """Return a few patterns that name all of `paths` and, if possible, none of `others`.
+
+    A path is a pattern by itself if every wider pattern would name one of `others`.
+    """
     chosen: list[str] = []
     for path in paths:
         if any(matches(pattern, path) for pattern in chosen):
             continue
 
         parents = _parents(path)
+        # The widest patterns come first: each module above, then this name below any parent.
         candidates = [*parents, *(f"*{path[len(parent) :]}" for parent in parents[-1:])]
         fitting = (
             candidate
@@ -261,7 +273,7 @@ def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
 
 
 def patterns(options: Body) -> dict[str, list[str]]:
-    """The patterns among a scheme's options, as lists, by the option's name.
+    """Return the patterns in a scheme's options `only` and `skip`, as lists, by the option's name.
 
     Raises:
         OptionError: A pattern is no string.

@@ -1,9 +1,9 @@
 """SEE where the channels are: which axis of a value holds the output channels of a linear layer.
 
-Reshapes and permutations cut windows, heads, tokens and patches; their arguments depend on the
-input's size, so records of two sizes are read where the network takes two. Every element of a
-linear layer's output gets the number of its channel, and these numbers are followed through every
-step that acts on all channels alike.
+Every element of a linear layer's output gets the number of its channel. The numbers are followed
+through every step that acts on all channels alike, such as reshapes and permutations into windows,
+heads, tokens and patches. The arguments of these steps depend on the input's size, so an axis
+counts only if the records of two sizes agree on it, where the network takes two.
 """
 
 import math
@@ -74,10 +74,10 @@ class Axis:
 
     Args:
         size: The number of channels.
-        dim: The dimension that holds the channels and nothing else. None where the channels share a
-            dimension with something else.
+        dim: The dimension that holds the channels alone; None if the channels share a dimension
+            with other positions.
         last: Whether `dim` is the last dimension.
-        pure: Whether every element belongs to a channel. False where a padding added zeros.
+        pure: Whether every element belongs to a channel; False where a padding added zeros.
     """
 
     size: int
@@ -86,14 +86,14 @@ class Axis:
     pure: bool
 
 
-# The channel axes of a traced network, by node; nodes without one at every size are left out.
+# The channel axes of a traced network, by node. A node is left out unless all sizes agree on one.
 Axes: TypeAlias = dict[fx.Node, Axis]
 
 
 def is_step(traced: Traced, node: fx.Node) -> bool:
     """Whether `node` is linear and does the same to every channel.
 
-    This holds where the node's channel axis is known; without one, the answer says nothing.
+    The answer is right only if the node's channel axis is known: a reshape may mix channels.
     """
     module = traced.module(node)
     if module is None:
@@ -102,9 +102,9 @@ def is_step(traced: Traced, node: fx.Node) -> bool:
 
 
 def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """If `node` is value * parameter: the value's node and the parameter's node, else None.
+    """Return the nodes of the value and the parameter if `node` is their product, else None.
 
-    The parameter may be rearranged by steps before it is multiplied.
+    The parameter may be rearranged by steps, such as a reshape, before the product.
     """
     if not is_mul(node):
         return None
@@ -120,11 +120,11 @@ def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 @torch.no_grad()
 def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
-    """The channel axis of every value, where the records of all sizes agree on one.
+    """Return the channel axis of every value on which the records of all sizes agree.
 
     Args:
         traced: The recorded network.
-        is_identity: Tells of a node whether it passes its input on unchanged.
+        is_identity: Returns whether a node passes its input on unchanged.
     """
     axes = _Reading(traced, traced, traced.nodes, is_identity).axes()
     for record in traced.others:
@@ -138,12 +138,14 @@ def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
 
 @dataclass(frozen=True)
 class _Label:
-    """The channel of every element of a value: (i // stride) % size for element i, flattened.
+    """The channel of every element of a value.
+
+    Element i of the flattened value belongs to channel (i // stride) % size.
 
     Args:
         size: The number of channels.
         stride: How many neighbouring elements share a channel.
-        pure: Whether every element belongs to a channel, as in `Axis`.
+        pure: Whether every element belongs to a channel; False where a padding added zeros.
     """
 
     size: int
@@ -151,23 +153,26 @@ class _Label:
     pure: bool = True
 
     def numbers(self, shape: torch.Size) -> Tensor:
-        """A tensor of this shape that has every element's channel number, from 1, in float64."""
+        """Return the channel number, from 1, of every element of a value of this shape, in float64.
+
+        Channel numbers begin at 1 because 0 marks an element that belongs to no channel.
+        """
         once = torch.arange(1.0, self.size + 1, dtype=torch.float64).repeat_interleave(self.stride)
         return once.repeat(math.prod(shape) // len(once)).view(shape)
 
 
-# A label for each tensor of a tuple, where a tensor may have none.
+# The label of a tensor, or the labels of a tuple of tensors, some of which may have none.
 _Labels: TypeAlias = _Label | tuple[_Label | None, ...]
 
 
 class _Reading:
-    """The labels of one record.
+    """Finds the labels of all values of one record.
 
     Args:
         traced: The whole recorded network.
         record: The record to read: `traced` itself, or one of its other records.
-        nodes: For each node of `record`, in order, the node that the result names in its place.
-        is_identity: Tells of a node whether it passes its input on unchanged.
+        nodes: The node under which `axes` returns the axis of each node of `record`, in order.
+        is_identity: Returns whether a node passes its input on unchanged.
     """
 
     def __init__(
@@ -180,6 +185,7 @@ class _Reading:
         self.labels: dict[fx.Node, _Labels] = {}
 
     def axes(self) -> Axes:
+        """Return the channel axis of every value of the record that has one."""
         for node in self.record.nodes:
             labels = self._label(node, node.meta["shape"])
             if labels is not None:
@@ -192,7 +198,12 @@ class _Reading:
         }
 
     def _label(self, node: fx.Node, shape: object) -> _Labels | None:
-        """The labels of the node's value; None where its channels are not known."""
+        """Return the labels of the node's value, or None if its channels are not known.
+
+        Args:
+            node: The node.
+            shape: The shape of its value, or a tuple of the shapes of its tensors.
+        """
         if isinstance(shape, torch.Size):
             label = self._written(node, shape)
             if label is not None:
@@ -213,9 +224,10 @@ class _Reading:
         return None
 
     def _written(self, node: fx.Node, shape: torch.Size) -> _Label | None:
-        """The label of a value that begins channels; None for a value that only carries them.
+        """Return the label of a value whose channels begin here, or None for any other value.
 
-        Linear layers, LayerScales and norms begin channels, and so do parameters (channels last).
+        Channels begin at linear layers, LayerScales, norms and parameters. A parameter has its
+        channels last.
         """
         if node.op == "get_attr":
             if not shape or not self.record.fetch(str(node.target)).is_floating_point():
@@ -235,7 +247,15 @@ class _Reading:
         return _Label(shape[dim], math.prod(shape[dim % len(shape) + 1 :]))
 
     def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Labels | None:
-        """The label of a sum, or of a product with a parameter, where both inputs agree on it."""
+        """Return the label that both inputs of a sum, or of a product with a parameter, agree on.
+
+        Args:
+            node: The node of the sum or product.
+            arms: The nodes of its two inputs.
+
+        Returns:
+            The label, or None if the inputs have different ones.
+        """
         first, second = arms
         self._label_parameter(first, self.labels.get(second))
         self._label_parameter(second, self.labels.get(first))
@@ -245,22 +265,28 @@ class _Reading:
         if label == self.labels.get(second) and same_shape:
             return label
 
+        # Inputs of other shapes are broadcast, so each is labelled as it stands in the result.
         labels = [self._moved(node, {arm}) for arm in arms if arm in self.labels]
         return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
 
     def _label_parameter(self, node: fx.Node, label: Any) -> None:
-        """Give a parameter the channels of the value beside it, which has this label."""
+        """Give a parameter the channels of the value that it is added to or multiplied with.
+
+        Args:
+            node: The node of the parameter; any other node is left as it is.
+            label: The label of the value, or None.
+        """
         if node.op != "get_attr" or not label:
             return
         count = math.prod(node.meta["shape"])
         if count == label.size:
             self.labels[node] = _Label(count, 1)
         elif not count % (label.size * label.stride):
-            # An embedding of maps has its channels where the maps have them.
+            # An embedding that is added to maps has its channels in the maps' dimension.
             self.labels[node] = label
 
     def _moved(self, node: fx.Node, carriers: set[fx.Node]) -> _Labels | None:
-        """The labels after a step, found by running it on channel numbers.
+        """Return the labels after a step, found by running it on channel numbers.
 
         Args:
             node: The step.
@@ -294,7 +320,7 @@ class _Reading:
         if len(sizes) != 1:
             return None
 
-        # The width of a padding may depend on the size.
+        # A padding may be 0 at the recorded size and not at others.
         varies = node.target is F.pad and self.traced.flexible
         pure = all(label.pure for label in carried) and not varies
         if isinstance(moved, tuple | list):
@@ -302,7 +328,7 @@ class _Reading:
         return _recognized(moved, *sizes, pure=pure)
 
     def _labels_of(self, nodes: set[fx.Node]) -> list[_Label]:
-        """The labels of all tensors of these nodes' values, without those that have none."""
+        """Return the labels of all labelled tensors among these nodes' values."""
         found: list[_Label] = []
         for node in nodes:
             labels = self.labels[node]
@@ -314,7 +340,13 @@ class _Reading:
 
 
 def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
-    """The label whose channel numbers these are, except for zeros."""
+    """Return the label that gives these channel numbers, or None if no label does.
+
+    Args:
+        numbers: What a step returned for channel numbers. Zeros are elements without a channel.
+        size: The number of channels.
+        pure: Whether every element of the step's inputs belongs to a channel.
+    """
     if not isinstance(numbers, Tensor) or not numbers.numel():
         return None
 
@@ -322,6 +354,7 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
     nonzero = flat != 0
     # The length of the first run of equal numbers: 0 where all are equal.
     first_run = int((flat != flat[0]).to(torch.uint8).argmax())
+    # The channels are a dimension of the value, or runs inside one: each such stride is tried.
     strides = [math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim)]
     for stride in dict.fromkeys([*strides, first_run]):
         if not stride or len(flat) % (size * stride):
@@ -334,7 +367,10 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
 
 
 def _axis(label: _Label, shape: torch.Size) -> Axis:
-    """The axis of a value with this label and shape: the last dimension that fits both."""
+    """Return the axis of a value with this label and shape.
+
+    Its dimension is the last one whose size and stride are those of the label.
+    """
     fitting = [
         i
         for i in range(len(shape))

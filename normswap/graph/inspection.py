@@ -3,9 +3,9 @@
 Roles follow Kim et al. 2022 (which gammas to decay):
 
 - `stem`: before the first block.
-- `last`: its output, or the output of the convolution after it, ends a residual branch.
-- `down`: on a projection skip, or, in pre-activation networks, the first norm of a downsampling
-  block, which feeds the skip.
+- `last`: a residual branch ends in this norm, or in the convolution after it.
+- `down`: on a projection skip. In pre-activation networks it is the first norm of a downsampling
+  block, whose output the skip reads.
 - `head`: after the last block.
 - `other`: all others.
 """
@@ -47,8 +47,8 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
 
     Args:
         model: The network, which is not changed.
-        inputs: The inputs of the network (`calling.batches`). By default an example is made from
-            the input that the network states.
+        inputs: What the network is called with (`calling.batches`). By default an example is made
+            from the input size that the network states.
 
     Returns:
         The residual blocks, the norms with their roles, the classifier, and the graph.
@@ -84,7 +84,7 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
 
 
 def _maps(traced: Traced) -> Iterator[AffineMap]:
-    """Yield every called module that is an affine map, and why it cannot be moved if it cannot."""
+    """Yield every called module that is an affine map, with the reason if it cannot be moved."""
     for call, *_ in traced.calls.values():
         module = traced.module(call)
         if module is None or not affine.is_affine(module):
@@ -103,7 +103,7 @@ def _maps(traced: Traced) -> Iterator[AffineMap]:
 
 
 def _functional_norms(traced: Traced) -> list[tuple[str, str]]:
-    """(path, reason) for each forward that calls batch_norm on stored statistics of its own."""
+    """Return (path, reason) for each forward that calls batch_norm itself, on stored statistics."""
     refusals = []
     for node in traced.nodes:
         if node.target not in (F.batch_norm, torch.batch_norm):
@@ -119,23 +119,29 @@ class _GraphReader(NodeReader):
     """Reads blocks, their arms, norms' roles and the network's outputs from the graph."""
 
     def blocks(self) -> list[Block]:
+        """Return the residual blocks of the network, in order of the forward pass."""
         # How many blocks each module has so far.
         counts: Counter[str] = Counter()
         blocks = [self._block(node, counts) for node in self.nodes if is_add(node)]
         return [block for block in blocks if block is not None]
 
     def _block(self, total: fx.Node, counts: Counter[str]) -> Block | None:
-        """The residual block that ends in the sum `total`, if one does.
+        """Return the residual block that ends in the sum `total`, if one does.
 
-        The skip is the arm with fewer linear layers since the arms parted.
+        The skip is the arm with fewer linear layers since the fork, where the arms parted.
+
+        Args:
+            total: The node of the sum.
+            counts: How many blocks each module has so far. The new block is counted.
         """
         first, second = inputs(total)
         common = self.traced.above(first) & self.traced.above(second)
         if not common:
             return None
+        # The fork is the last node that both arms are computed from.
         fork = self.nodes[common.bit_length() - 1]
         if fork.target in _SPLITS:
-            # Each arm has channels of its own (Res2Net).
+            # The arms read different channels, so neither is the other's skip (Res2Net).
             return None
 
         arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (first, second)}
@@ -177,12 +183,17 @@ class _GraphReader(NodeReader):
         )
 
     def _norm_paths(self, nodes: list[fx.Node | None]) -> tuple[str, ...]:
-        """The paths of the norms that the nodes call, each once, in order."""
+        """Return the paths of the norms that the nodes call, each once, in order."""
         paths = [str(node.target) for node in nodes if node is not None and self.is_norm(node)]
         return tuple(dict.fromkeys(paths))
 
     def _is_enlarged(self, branch: fx.Node, on_branch: list[fx.Node]) -> bool:
-        """Whether maps are enlarged between the last convolution or sum on an arm and its end."""
+        """Whether maps are enlarged between an arm's last linear layer or sum and the arm's end.
+
+        Args:
+            branch: The node of the arm's value.
+            on_branch: The nodes of the arm.
+        """
         last = branch
         for last in self._upwards(branch, on_branch):
             if isinstance(self.traced.module(last), LINEAR):
@@ -194,11 +205,11 @@ class _GraphReader(NodeReader):
         return same_rank and math.prod(small[2:]) < math.prod(large[2:])
 
     def _upwards(self, branch: fx.Node, on_branch: list[fx.Node]) -> Iterator[fx.Node]:
-        """The nodes of the branch that carry its signal, the last first."""
+        """Return the nodes of a branch along its main inputs, from its end backwards."""
         return itertools.takewhile(set(on_branch).__contains__, self.traced.upwards(branch))
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
-        """Every norm of the network: called ones in order of the forward pass, then the others."""
+        """Return every norm: called ones in order of the forward pass, then those never called."""
         modules = self.traced.modules
         roles = self._roles(blocks)
         block_of: dict[str, str] = {}
@@ -206,6 +217,7 @@ class _GraphReader(NodeReader):
             block_of.update(dict.fromkeys(block.norms, block.path))
 
         called = [str(node.target) for node in self.nodes if node.op == "call_module"]
+        # A module with several paths is named by the one that forward calls first.
         paths: dict[int, str] = {}
         for path in (*called, *modules):
             paths.setdefault(id(modules[path]), path)
@@ -231,7 +243,7 @@ class _GraphReader(NodeReader):
         return norms
 
     def _roles(self, blocks: list[Block]) -> dict[str, str]:
-        """The role of every norm by path; a norm that is missing has the role `other`."""
+        """Return the roles of norms by path. A norm without an entry has the role `other`."""
         roles: dict[str, str] = {}
         if not blocks:
             return roles
@@ -267,7 +279,12 @@ class _GraphReader(NodeReader):
         return not any(self.traced.depends(skip, on=node) for node in nodes)
 
     def _entry_norm(self, fork: fx.Node, container: str) -> fx.Node | None:
-        """The norm between the beginning of the module at `container` and the fork, if any."""
+        """Return the norm between the beginning of a block and its fork, or None.
+
+        Args:
+            fork: The node at which the block's arms part.
+            container: The path of the module whose forward adds the arms.
+        """
         node: fx.Node | None = fork
         while node is not None and container and container in node.meta["inside"]:
             if self.is_norm(node):
@@ -276,9 +293,13 @@ class _GraphReader(NodeReader):
         return None
 
     def _last_norm(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
-        """The path of the branch's last norm, if at most one linear layer follows it.
+        """Return the path of the branch's last norm, if at most one linear layer follows it.
 
-        In ViT's MLP, two follow.
+        The norm of an MLP in a ViT has two linear layers behind it, so it is no last norm.
+
+        Args:
+            branch: The node of the branch's value.
+            on_branch: The nodes of the branch.
         """
         linears = 0
         for node in self._upwards(branch, on_branch):
@@ -290,22 +311,30 @@ class _GraphReader(NodeReader):
         return None
 
     def _gate(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
-        """The path of the gate x g(x) after the branch's last linear layer, if there is one."""
+        """Return the path of the gate x g(x) behind the branch's last linear layer, or None."""
         for node in self._upwards(branch, on_branch):
             if self.is_linear(node):
                 break
-            # The product of a LayerScale has no second input that depends on the first.
+            # In a gate one factor depends on the other. In a LayerScale's product none does.
             if is_mul(node) and self.traced.main_input(node) is not None:
                 return next(iter(self.traced.outputs.get(node, ())), node.name)
         return None
 
     def _drop_path(self, on_branch: list[fx.Node]) -> str | None:
-        """The path of the first module of the branch that drops it at random."""
+        """Return the path of the first module of the branch that drops it at random."""
         drops = (str(node.target) for node in on_branch if self._kind(node).startswith("DropPath"))
         return next(drops, None)
 
     def _tail(self, branch: fx.Node, total: fx.Node) -> str | None:
-        """The path of the innermost module inside the block whose one call returns the branch."""
+        """Return the path of the module at the end of a branch, where a scalar can go, or None.
+
+        It is the innermost module inside the block that returns the branch's value in its only
+        call.
+
+        Args:
+            branch: The node of the branch's value.
+            total: The node of the sum.
+        """
         if self.traced.users[branch] != [total]:
             return None
 
@@ -320,12 +349,19 @@ class _GraphReader(NodeReader):
     def _order(
         self, total: fx.Node, on_branch: list[fx.Node], fork: fx.Node, container: str
     ) -> str:
-        """Where the block has its activation: `post`, `pre` or `linear` (`Block.order`)."""
+        """Return where a block has its activation: `post`, `pre` or `linear` (`Block.order`).
+
+        Args:
+            total: The node of the sum.
+            on_branch: The nodes of the branch.
+            fork: The node at which the arms part.
+            container: The path of the module whose forward adds the arms.
+        """
         users = self.traced.users[total]
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
 
-        # Otherwise the fork is the end of the block before.
+        # A fork outside of the block's module is the end of the block before.
         inside_block = container in ("", *fork.meta["inside"])
         if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
@@ -334,12 +370,15 @@ class _GraphReader(NodeReader):
         return "linear"
 
     def _kind(self, node: fx.Node) -> str:
-        """The class of the module that a node calls, or the name of its function."""
+        """Return the class of the module that a node calls, or the name of its function."""
         module = self.traced.module(node)
         return type(module).__name__ if module is not None else str(node.target)
 
     def classifier(self) -> fx.Node | None:
-        """The last linear layer, if only parameter-free steps lie between it and the output."""
+        """Return the node of the last linear layer, if no norm stands between it and the output.
+
+        Only steps with one input may stand there.
+        """
         output = self.nodes[-1]
         linears = [node for node in self.on(self.traced.above(output)) if self.is_linear(node)]
         if not linears:
@@ -354,11 +393,12 @@ class _GraphReader(NodeReader):
         return last if sources else None
 
     def ends(self) -> tuple[bool, frozenset[int]]:
-        """Whether the outputs are features, and the widths of the linear layers that make outputs.
+        """Return whether the outputs are features, and the widths of the last linear layers.
 
-        Features are made by norms and activations alone. An activation right after a linear layer
-        counts as part of that layer.
+        The outputs are features if norms and activations make them all. An activation right after a
+        linear layer counts as part of that layer.
         """
+        # Walk up from the output, and stop at the first norm, activation or linear layer.
         ahead = [self.nodes[-1]]
         visited = set[fx.Node]()
         widths = set[int]()
@@ -382,7 +422,10 @@ class _GraphReader(NodeReader):
         return from_norms and not widths and not from_inputs, frozenset(widths)
 
     def dropout(self, classifier: fx.Node) -> str | None:
-        """The path of the dropout before the classifier: a module, or an attribute `drop_rate`."""
+        """Return the path of the dropout in front of the classifier, or None.
+
+        The path names a module, or the attribute `drop_rate` of a module that calls F.dropout.
+        """
         sources = inputs(classifier)
         while len(sources) == 1 and not self.is_linear(sources[0]) and not self.is_norm(sources[0]):
             node = sources[0]
@@ -398,7 +441,7 @@ class _GraphReader(NodeReader):
 
 
 def _stage(path: str) -> str:
-    """The path of a block's stage.
+    """Return the path of a block's stage.
 
     `layer1.0` is in `layer1`, `s1.b1` in `s1`, and `stages.0.blocks.1` in `stages.0`.
     """

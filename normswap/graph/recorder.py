@@ -1,13 +1,15 @@
 """SEE: one real forward, recorded as a graph whose leaves are norms and childless modules.
 
 The network runs in eval mode, without gradients, on an example. A torch function mode sees every
-operation; calls of modules are intercepted as torch.fx does it. Each tensor that was computed from
+operation. Calls of modules are intercepted as torch.fx does it. Each tensor that was computed from
 the input carries its node. Shapes, branches and loops run as plain Python, so the graph has the
 operations that were done.
 
-If Python reads a value (`.item()`, `bool`, `.numpy()`), the graph gets a reader of that value, so
-that no rescaling can pass there. A tensor that was overwritten through a view becomes a value of
-both. A tensor of unknown origin must be a constant.
+- If Python reads a value (`.item()`, `bool`, `.numpy()`), the graph gets a node that reads it
+  (`spelling.left`), so that no rescaling can pass there.
+- If a tensor was overwritten through a view, its new value depends on two nodes: the one that made
+  the tensor and the one that wrote to the view (`spelling.after`).
+- A tensor of unknown origin must be a constant.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from normswap.layers import affine, own_forwards
 from normswap.models.calling import Example, named_tensors
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# With these a forward reads a value and may branch on it.
+# These functions give Python a tensor's value, on which a forward may branch.
 _BRANCHING_READS = {
     "__bool__",
     "__int__",
@@ -42,8 +44,9 @@ _BRANCHING_READS = {
     "equal",
     "allclose",
 }
+# The attribute of a tensor that holds the recorder's note.
 _MARK = "_normswap_mark"
-# `Widening` widens the results of these functions.
+# `Widening` widens the results of the casts and of all other `_MAKERS`.
 _CASTS = frozenset(("float", "half", "bfloat16", "to", "type", "type_as"))
 _CONSTANTS = (
     "tensor",
@@ -77,8 +80,8 @@ class _Mark:
 
     Args:
         run: The recorder that made the note.
-        node: The node whose value the tensor is, or a collection that holds the tensor. None if the
-            tensor was made without the network's input.
+        node: The node whose value is the tensor, or is a collection that holds the tensor. None
+            says that the tensor was made without the network's input.
         version: How often the tensor had been written to when the note was made.
         keys: The keys that lead from the node's value to the tensor.
     """
@@ -141,16 +144,18 @@ class Recorder(TorchFunctionMode):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self.named.setdefault(id(tensor), dotted(path, name))
-        # A convolution that holds modules holds them to pad its input.
+        # A convolution may hold a module that pads its input. It is a leaf of the graph anyway.
         holders = (module for module in modules.values() if module._modules)
         self.convolutions = {id(module) for module in holders if own_forwards.computes(module)}
 
-        # The state of the run: the paths of the modules around, and whether a leaf runs.
+        # The paths of the modules that are running, and whether a leaf runs, in which nothing is
+        # recorded.
         self.around: list[str] = []
         self.resting = False
-        # Tensors that cannot be marked, because they outlive the run, with node and version.
+        # Tensors that are not marked, with node and version: the network's own tensors outlive the
+        # run, and a tensor that is kept here keeps its id.
         self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}
-        # The last node that wrote to a storage.
+        # The last node that wrote to each storage.
         self._writes: dict[StorageWeakRef | None, fx.Node] = {}
 
     def run(self, example: Example) -> None:
@@ -212,7 +217,7 @@ class Recorder(TorchFunctionMode):
         return self._made(node, result, tensors, overwritten)
 
     def _run_untracked(self, func: Function, args: Args, kwargs: Kwargs) -> object:
-        """Run `func`, which reads nothing that depends on the input, and mark its results so."""
+        """Run a function that reads no tensor of the graph, and mark its results accordingly."""
         result = func(*args, **kwargs)
         for _, tensor in named_tensors(result):
             if id(tensor) not in self.named:
@@ -220,7 +225,15 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: object) -> fx.Node:
-        """Add a node that has this value to the graph."""
+        """Add a node to the graph.
+
+        Args:
+            kind: The kind of the node, such as `call_function`.
+            target: The function, or the name of the method, module or tensor.
+            args: The positional arguments, with nodes in place of tensors.
+            kwargs: The keyword arguments, with nodes in place of tensors.
+            value: The node's value on the example, whose shape and dtype are noted.
+        """
         node = self.graph.create_node(kind, target, args, kwargs)
         node.meta["inside"] = tuple(self.around)
         node.meta["shape"] = spelling.shapes(value)
@@ -232,11 +245,17 @@ class Recorder(TorchFunctionMode):
     def _made(
         self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]
     ) -> object:
-        """Mark the tensors that `node` wrote and returned, and return its result.
+        """Mark the tensors that a node overwrote and returned, and return its result.
 
-        The result becomes a new tensor object where it is one of the arguments, `tensors`.
+        Args:
+            node: The node.
+            result: The result of the operation. If it is one of the arguments, it may be replaced
+                by a new tensor object.
+            tensors: The tensors among the operation's arguments.
+            overwritten: The tensors among `tensors` to which the operation wrote.
         """
-        # A layer that copies its input may be put where a module stands.
+        # A conversion may put a layer that copies its input where this module stands. Then a reader
+        # of the overwritten tensor would see the old value, so the tensor is marked.
         is_leaf = node.op == "call_module"
         for tensor in overwritten:
             self._writes[memory(tensor)] = node
@@ -261,7 +280,13 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()) -> None:
-        """Note that `tensor` is the value of `node`, or stands in it under `keys`."""
+        """Note which node made a tensor.
+
+        Args:
+            tensor: The tensor.
+            node: The node that made it. None says that it was made without the network's input.
+            keys: The keys that lead from the node's value to the tensor.
+        """
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
                 self._keep(tensor, node)
@@ -269,7 +294,7 @@ class Recorder(TorchFunctionMode):
         setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
     def _mark(self, tensor: Tensor) -> _Mark | None:
-        """This run's note on a tensor, if there is one."""
+        """Return the note that this run made on a tensor, or None."""
         mark: _Mark | None = getattr(tensor, "__dict__", {}).get(_MARK)
         if mark is None or mark.run is not self:
             return None
@@ -282,8 +307,8 @@ class Recorder(TorchFunctionMode):
     def _is_tracked(self, tensor: Tensor) -> bool:
         """Whether an operation on the tensor belongs into the graph.
 
-        It does for the network's own tensors, for what was computed from the input, and for
-        tensors of unknown origin.
+        This holds for the network's own tensors, for tensors that were computed from the input, and
+        for tensors of unknown origin.
         """
         if id(tensor) in self.named or id(tensor) in self._known:
             return True
@@ -291,7 +316,11 @@ class Recorder(TorchFunctionMode):
         return mark is None or mark.node is not None or self._is_rewritten(tensor, mark)
 
     def _node(self, tensor: Tensor) -> fx.Node | None:
-        """The node whose value is the tensor as it is now; new nodes are added where needed."""
+        """Return the node whose value is the tensor as it is now.
+
+        The graph gets new nodes for a tensor without one: a parameter, a constant, an item of a
+        collection, or a tensor that was overwritten.
+        """
         if id(tensor) in self.named and id(tensor) not in self._known:
             self._keep(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
         if id(tensor) in self._known:
@@ -305,6 +334,7 @@ class Recorder(TorchFunctionMode):
                 self._keep(tensor, node)
             return node
 
+        # Each key becomes a node that takes the item out of its collection.
         while mark.keys:
             key, *later_keys = mark.keys
             fetch: Function = operator.getitem
@@ -314,6 +344,7 @@ class Recorder(TorchFunctionMode):
             mark.node = self._add("call_function", fetch, (mark.node, key), {}, tensor)
             mark.keys = tuple(later_keys)
 
+        # `overwriting.aliasing_conflicts` reads this note.
         if mark.written:
             mark.node.meta["old_name"] = True
         if mark.version != version(tensor):
@@ -324,15 +355,21 @@ class Recorder(TorchFunctionMode):
         return mark.node
 
     def _add_after(self, node: fx.Node, write: fx.Node, tensor: Tensor) -> fx.Node:
-        """Add the node of a tensor whose memory `write` has overwritten since `node` made it."""
+        """Add the node of a tensor that `node` made and whose memory `write` has overwritten."""
         return self._add("call_function", spelling.after, (node, write), {}, tensor)
 
     def _keep(self, tensor: Tensor, node: fx.Node) -> fx.Node:
+        """Note the node of a tensor that is not marked, and return the node."""
         self._known[id(tensor)] = (tensor, node, version(tensor))
         return node
 
     def _constant(self, tensor: Tensor, *, stranger: bool) -> fx.Node:
-        """Add a constant of the graph; `stranger`: no operation of this run made it."""
+        """Add a tensor as a constant of the graph, and return its node.
+
+        Args:
+            tensor: The tensor.
+            stranger: Whether the tensor is of unknown origin: no operation of this run made it.
+        """
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
         if stranger:
@@ -340,7 +377,7 @@ class Recorder(TorchFunctionMode):
         return self._keep(tensor, self._add("get_attr", name, (), {}, tensor))
 
     def _mapped(self, value: object) -> Any:
-        """The same arguments with nodes in place of tensors."""
+        """Return the arguments of an operation with nodes in place of tensors."""
         if isinstance(value, Tensor):
             return self._node(value)
         if isinstance(value, slice):
@@ -365,8 +402,7 @@ class Recorder(TorchFunctionMode):
         if self.resting or not path:
             return original(module, *args, **kwargs)
 
-        # The path of the innermost module that fails stays in `failed`. An error of any kind may
-        # come from the user's forward; it is raised again.
+        # If a module fails, `failed` keeps the path of the innermost one.
         try:
             if self._is_leaf(module, path):
                 return self._leaf(module, path, original, args, kwargs)
@@ -375,7 +411,7 @@ class Recorder(TorchFunctionMode):
                 result = original(module, *args, **kwargs)
             finally:
                 self.around.pop()
-        # Whatever a user's forward raises goes on; only its place is remembered.
+        # A user's forward may raise anything. The error goes on, and only its place is noted.
         except Exception:
             self.failed = self.failed or path
             raise
@@ -440,7 +476,10 @@ class Recorder(TorchFunctionMode):
         kwargs: Kwargs,
         result: object,
     ) -> object:
-        """The layer's result after the network's own hooks, which are methods of its modules."""
+        """Return the result of a leaf after the network's own hooks have run on it.
+
+        A hook is the network's own if it is a method of one of its modules.
+        """
         for key, hook in hooks.items():
             if id(getattr(hook, "__self__", None)) not in self.paths:
                 continue
@@ -453,16 +492,16 @@ class Recorder(TorchFunctionMode):
 
 
 def _written_since(tensors: list[Tensor], versions: list[int]) -> list[Tensor]:
-    """The tensors that were written to after they had these versions."""
+    """Return the tensors that were written to since their versions were noted."""
     pairs = zip(tensors, versions, strict=True)
     return [tensor for tensor, old_version in pairs if version(tensor) != old_version]
 
 
 class Widening(TorchFunctionMode):
-    """For a network in float64: its forward computes with floating-point tensors of float64 only.
+    """Lets the forward of a network in float64 compute with floating-point tensors of float64 only.
 
-    Tensors that forward makes in float32 or less are made in float64. A tensor that the network
-    keeps as a plain attribute is widened where an operation uses it beside one in float64.
+    A tensor that forward makes in float32 or less is made in float64. A tensor that the network
+    keeps as a plain attribute is widened if an operation uses it beside a tensor in float64.
     """
 
     def __torch_function__(
@@ -476,16 +515,21 @@ class Widening(TorchFunctionMode):
         if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
             return result
 
-        # A cast to a narrower type is left out, instead of made and taken back.
+        # A cast to a narrower type is left out, because casting back would not restore the digits.
         if name in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point():
             return args[0].to(result.device, torch.float64, copy=True)
         return result.double()
 
 
 def _widened(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments of a function, those in float32 or less in float64 if another one is float64.
+    """Return the arguments of a function, all in float64 if one of them is in float64.
 
-    The first argument of a function that writes into it stays as it is.
+    An argument into which the function writes, which is the first one, stays as it is.
+
+    Args:
+        name: The name of the function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     dtypes = set(_dtypes((*args, *kwargs.values())))
     if torch.float64 not in dtypes or dtypes.isdisjoint(_NARROW):
@@ -500,7 +544,7 @@ def _widened(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _dtypes(values: Iterable[object]) -> Iterator[torch.dtype]:
-    """The dtypes of the tensors among these, and in lists and tuples among them."""
+    """Yield the dtypes of the tensors among the values, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value.dtype
@@ -509,7 +553,7 @@ def _dtypes(values: Iterable[object]) -> Iterator[torch.dtype]:
 
 
 def _double(value: Any) -> Any:
-    """The value with float64 in place of narrower tensors, also in lists and tuples."""
+    """Return a value with float64 in place of narrower tensors, in lists and tuples as well."""
     if isinstance(value, Tensor):
         return value.double() if value.dtype in _NARROW else value
     if type(value) in (list, tuple):
@@ -519,7 +563,7 @@ def _double(value: Any) -> Any:
 
 @contextmanager
 def intercepted(call: Callable[..., object]) -> Iterator[None]:
-    """Inside the context, calls of modules become `call(module, original, args, kwargs)`."""
+    """Replace calls of modules by `call(module, original, args, kwargs)` in a `with` block."""
     original = nn.Module.__call__
 
     def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:

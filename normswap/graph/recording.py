@@ -1,8 +1,8 @@
 """SEE: a network's forward as a graph, recorded on an example, and again at another size if needed.
 
 A record has the path that forward took. A forward that asks for no size takes the same path at
-every size, so one record of a small example is enough. Nodes of another path are kept, too
-(`Traced.alternative_nodes`): a change of a module must be right on both.
+every size, so one record of a small example is enough. If an input takes another path, that path is
+recorded as an alternative (`Traced.alternatives`): a change of a module must be right on both.
 """
 
 import operator
@@ -29,7 +29,7 @@ from normswap.models import calling, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import callers_dtype, show_heads, undisturbed
 
-# The folders of torch and of this package. Whole paths: a user's folder may have the same name.
+# The folders of torch and of this package, as whole paths: a user's folder may have the same name.
 _LIBRARY_FOLDERS = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
@@ -45,8 +45,8 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
 
     Args:
         model: The network.
-        inputs: The inputs of the network, as in `inspect`. By default an example is made from the
-            input that the network states.
+        inputs: What the network is called with, as `inspect` takes it. By default an example is
+            made from the input size that the network states.
 
     Raises:
         SourceError: The network cannot be recorded yet (`network_input.check_shapes`).
@@ -65,7 +65,8 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     _follow_batches(model, main, inputs)
     main.remarks += _uncalled_norms(model, main, first)
 
-    # Rows of features may come in more dimensions, so they are recorded again.
+    # One record is enough here. Rows of features are the exception: they may come with further
+    # dimensions, so another example is recorded.
     if main.input_independent and first.images.ndim > 3:
         main.flexible = True
         return main
@@ -77,7 +78,7 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
 
 
 def _check_compiled(model: nn.Module) -> None:
-    """Raise TraceError where a layer is compiled: it cannot be replaced."""
+    """Raise TraceError if a layer is compiled, as a compiled layer cannot be replaced."""
     for path, module in tree(model).items():
         if path and (getattr(module, "_compiled_call_impl", None) or hasattr(module, "_orig_mod")):
             remedy = "Convert the network first, then compile the result"
@@ -85,9 +86,9 @@ def _check_compiled(model: nn.Module) -> None:
 
 
 def _check_closures(model: nn.Module) -> None:
-    """Raise TraceError where a hook or a forward is a closure over a module of the network.
+    """Raise TraceError if a hook or a forward is a closure over a module of the network.
 
-    A copy of the network would call the module of the original.
+    In a copy of the network, the closure would still call the module of the original.
     """
     modules = tree(model)
     module_ids = {id(module) for module in modules.values()}
@@ -108,7 +109,14 @@ def _check_closures(model: nn.Module) -> None:
 def _record_first(
     model: nn.Module, inputs: calling.Inputs
 ) -> tuple[Traced, Example, list[Example]]:
-    """The first record, its example, and examples of other sizes for a second record."""
+    """Record the network on the first example that runs.
+
+    Returns:
+        The record, its example, and examples of other sizes for a second record.
+
+    Raises:
+        TraceError: The network runs on no example.
+    """
     if inputs is not None:
         return _record_given(model, inputs)
 
@@ -121,7 +129,7 @@ def _record_first(
             if traced.input_independent:
                 return traced, example, []
 
-    # Most networks run at the first size: the other examples are not made then.
+    # The examples are made one by one, as most networks run at the first size.
     examples = ((size, network_input.noise(model, size)) for size in sizes)
     first_error: TraceError | None = None
     for size, example in chain(examples, network_input.tokens(model)):
@@ -133,7 +141,7 @@ def _record_first(
 
         if not size:
             return traced, example, []
-        # Features (C,) may come with further dimensions before them.
+        # Features (C,) may come with further dimensions in front of the channels.
         longer_sizes = [other for other in sizes if len(size) == 1 and other[1:] == size]
         longer = [network_input.noise(model, longer_size, batch=3) for longer_size in longer_sizes]
         return traced, example, [*longer, *_resized(network_input.noise(model, size, batch=2))]
@@ -147,7 +155,11 @@ def _record_first(
 def _record_given(
     model: nn.Module, inputs: calling.Inputs
 ) -> tuple[Traced, Example, list[Example]]:
-    """As `_record_first`, from the user's inputs."""
+    """Record the network on the user's first batch.
+
+    Returns:
+        The record, its example, and examples of other sizes for a second record.
+    """
     device = calling.anchor(model).device
     batches = [batch.on(device) for batch in calling.batches(inputs)]
 
@@ -193,9 +205,10 @@ def _follow_other_size(
 
 
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
-    """Record training mode, too, if some BatchNorms are called only there.
+    """Record auxiliary heads, which run only in training, if they call BatchNorms.
 
-    Auxiliary heads have such BatchNorms.
+    The network is recorded with its heads if forward has not called every BatchNorm. The record is
+    added to `main` if it calls one of those that were missing.
     """
     norms = [module for module in main.modules.values() if affine.is_batchnorm(module)]
     uncalled = [id(norm) for norm in norms if id(norm) not in main.calls]
@@ -213,7 +226,7 @@ def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
 
 
 def _follow_batches(model: nn.Module, main: Traced, inputs: calling.Inputs) -> None:
-    """Add records of those of the user's batches that take another path.
+    """Add a record for each of the user's batches that takes another path.
 
     A batch may take another path because of an argument that is no tensor, or because of values
     that the forward reads.
@@ -239,7 +252,10 @@ def _follow_batches(model: nn.Module, main: Traced, inputs: calling.Inputs) -> N
 
 
 def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
-    """Yield a remark on norms that no forward called, if an argument or a value may be why."""
+    """Yield a remark on the norms that no forward called, if another call may reach them.
+
+    This is so if forward has arguments that kept their defaults, or if it branches on values.
+    """
     uncalled = [
         path
         for path, module in main.modules.items()
@@ -261,9 +277,9 @@ def _resized(example: Example) -> Iterator[Example]:
 
 
 def _at_other_size(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Maps (..., H, W) or a series (N, C, L) at another size; other tensors as they are.
+    """Return maps (..., H, W) or a series (N, C, L) at another size, and other tensors as they are.
 
-    Small maps are enlarged a little instead of to `size`.
+    Small maps are not brought to `size` but enlarged a little.
     """
     if x.ndim < 3 or not x.is_floating_point():
         return x
@@ -313,7 +329,10 @@ def _is_same_graph(first: Traced, second: Traced) -> bool:
 
 
 def _outline(traced: Traced) -> object:
-    """The path that a record took: its calls of modules in order, and its edges as a set."""
+    """Return the path that a record took, as a value that can be compared with another record's.
+
+    It has the calls of modules in order, and the edges of the graph as a set.
+    """
 
     def label(node: fx.Node) -> object:
         if node.op == "placeholder":
@@ -346,19 +365,19 @@ def record_once(
         heads: Whether auxiliary heads run, as in training (`modes.show_heads`).
 
     Raises:
-        TraceError: The network does not run on the example. The message says where it fails.
+        TraceError: The network does not run on the example; the message says where it fails.
     """
     copied = twin(model)
     if heads:
         show_heads(copied)
     if isinstance(getattr(copied, "drop_rate", None), float | int):
-        # timm calls F.dropout only `if self.drop_rate`.
+        # timm skips F.dropout if `drop_rate` is 0, and the graph would not show its place.
         copied.__dict__["drop_rate"] = 0.5
 
     recorder = Recorder(copied, look)
     try:
         with ExitStack() as stack:
-            # The copy has the network's own parameters.
+            # The copy shares the network's parameters, so a forward must leave them unchanged.
             stack.enter_context(undisturbed(model))
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -391,7 +410,14 @@ def record_once(
 def _does_not_run(
     model: nn.Module, example: Example, failed_path: str, error: Exception
 ) -> TraceError:
-    """What to raise when the forward of `model` raised `error` in the module at `failed_path`."""
+    """Return the TraceError for an error that the forward of a network raised.
+
+    Args:
+        model: The network.
+        example: The call that failed.
+        failed_path: The path of the innermost module that raised the error, or "".
+        error: The error.
+    """
     headline = f"{type(model).__name__} does not run on an input of size {example}"
     if failed_path:
         headline += f", at {failed_path}"
@@ -437,7 +463,7 @@ def _is_one(factor: object) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """The error's message, with the last line of the model's own code that led to it."""
+    """Return an error's message, with the last line of the user's own code that led to it."""
     message = first_line(error)
     user_frames = [
         frame

@@ -12,7 +12,7 @@ from normswap.models.calling import is_record
 Function: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = Mapping[str, object]
-# What a forward does after these questions may depend on the size of a tensor.
+# These ask for the size of a tensor. What a forward does next may depend on the answer.
 _ASK_SIZE = (
     "size",
     "numel",
@@ -25,7 +25,7 @@ _ASK_SIZE = (
 )
 _SPLIT = ("unbind", "split", "tensor_split", "__iter__")
 _SIZES = frozenset((*_ASK_SIZE, *_SPLIT, "shape", "nbytes", "names"))
-# These read no value of a tensor, either: they ask for its type, its device, or what it is.
+# These ask for the type, the device or the kind of a tensor. They read no value either.
 _ASK_TYPE = (
     "type",
     "is_floating_point",
@@ -56,7 +56,7 @@ _ASK_OTHER = (
     "register_hook",
 )
 _PLAIN = frozenset((*_ASK_SIZE, *_ASK_TYPE, *_ASK_PLACE, *_ASK_OTHER))
-# These properties of a tensor give its values; all others give its shape, dtype or the like.
+# These properties of a tensor return its values. All others return its shape, dtype or the like.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 _OPERATORS = {
     name: getattr(operator, name)
@@ -84,12 +84,18 @@ def setitem_(x: Tensor, index: int, value: Tensor) -> Tensor:
 
 
 def after(x: Tensor, write: object) -> Tensor:
-    """Return x; in a graph, the value of x once the node `write` has written to a view of it."""
+    """Return x.
+
+    In a graph, the node stands for the value of x after the node `write` wrote to a view of x.
+    """
     return x
 
 
 def left(x: object, function_name: str) -> None:
-    """Do nothing; in a graph, Python reads the value of x here, which no graph can follow."""
+    """Do nothing.
+
+    In a graph, the node says that Python reads the value of x here. No graph can follow that value.
+    """
 
 
 def is_plain(func: Function) -> bool:
@@ -106,20 +112,25 @@ def asks_size(func: Function) -> bool:
 
 
 def _property(func: Function) -> str | None:
-    """The name of the tensor's property that `func` gets; None for a function or method."""
+    """Return the name of the tensor's property that `func` gets; None for a function or method."""
     if getattr(func, "__name__", "") != "__get__":
         return None
     return getattr(getattr(func, "__self__", None), "__name__", None)
 
 
 class Attribute(str):
-    """A key that is the name of an attribute; all other keys are items of a collection."""
+    """A key of `places` that is the name of an attribute. All other keys are keys of items."""
 
 
 def places(
     value: object, keys: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], Tensor]]:
-    """Yield every tensor in a value, each after the keys that lead to it."""
+    """Yield (keys, tensor) for every tensor in a value, with the keys that lead to it.
+
+    Args:
+        value: A tensor, a collection or a record, nested as it may be.
+        keys: The keys that lead to `value` itself.
+    """
     if isinstance(value, Tensor):
         yield keys, value
     elif isinstance(value, Mapping):
@@ -134,7 +145,13 @@ def places(
 
 
 def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Args, Kwargs]:
-    """(kind, target, args, kwargs) of a node, as torch.fx's symbolic trace names them."""
+    """Return (kind, target, args, kwargs) of a node, as torch.fx's symbolic trace names them.
+
+    Args:
+        func: The function that a forward called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
     name = getattr(func, "__name__", "")
     property_name = _property(func)
     if property_name is not None:
@@ -142,7 +159,7 @@ def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Ar
     if getattr(Tensor, name, None) is not func:
         return "call_function", func, args, kwargs
 
-    # `func` is a method of tensors. Python calls some of them for an operator.
+    # `func` is a method of tensors. Python calls a method such as __add__ for an operator.
     operation = name.strip("_") if name.startswith("__") else name
     operands = 1 if operation == "neg" else 2
     if operation == "setitem":
@@ -155,7 +172,7 @@ def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Ar
 
 
 def version(tensor: Tensor) -> int:
-    """How often the tensor was written to."""
+    """Return how often the tensor was written to, as torch counts it."""
     try:
         return tensor._version
     except RuntimeError:
@@ -163,9 +180,9 @@ def version(tensor: Tensor) -> int:
 
 
 def memory(tensor: Tensor) -> StorageWeakRef | None:
-    """A key of the tensor's storage, if it has one.
+    """Return a key of the tensor's storage, or None if it has no storage.
 
-    The address would be no key: another tensor may have it later.
+    The address would be no key, because another tensor may get the same address later.
     """
     try:
         return StorageWeakRef(tensor.untyped_storage())
@@ -174,7 +191,7 @@ def memory(tensor: Tensor) -> StorageWeakRef | None:
 
 
 def shapes(value: object) -> object:
-    """The shape of a tensor, or the tuple of the shapes in a list or tuple; else None."""
+    """Return the shape of a tensor, the shapes in a list or tuple, or None for anything else."""
     if isinstance(value, Tensor):
         return value.shape
     if isinstance(value, list | tuple):

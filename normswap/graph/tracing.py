@@ -1,6 +1,6 @@
 """The recorded forward as a graph: its nodes, their readers, and the modules that they call.
 
-The functions below the record answer questions about one node.
+`Traced` is the record. The functions below it answer questions about one node.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Item = TypeVar("Item")
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_")
 MULTIPLICATIONS = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
-# These read the values of their first argument alone, and of the others only shape or dtype.
+# These read the values of their first argument, and only the shape or dtype of the others.
 _SHAPE_LIKE = ("expand_as", "reshape_as", "view_as", "type_as")
-# These read no value at all.
+# These read no value of any argument.
 _LIKE_FUNCTIONS = (torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
 _LIKE = (*_LIKE_FUNCTIONS, "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 
@@ -35,10 +35,14 @@ _LIKE = (*_LIKE_FUNCTIONS, "new_zeros", "new_ones", "new_full", "new_empty", "ne
 class Traced:
     """A recorded forward of a network.
 
+    `node.meta` of the graph's nodes has three keys:
+
+    - "inside": the paths of the modules around the node, outermost first.
+    - "shape": the shape of the node's value, or a tuple of the shapes of the tensors in it.
+    - "dtype": the dtype of the node's value, if the value is one tensor.
+
     Args:
-        graph: The fx graph. `node.meta` has three keys. "inside": the paths of the modules around a
-            node, outermost first. "shape": the shape of its value, or a tuple of the shapes of the
-            tensors in it. "dtype": the dtype of its value, if that is one tensor.
+        graph: The fx graph.
         modules: The original modules, by every path that leads to them.
         outputs: For each node, the paths of the modules that return its value, innermost first.
         opaque: Paths of modules that could not be looked into, with the reason.
@@ -53,9 +57,9 @@ class Traced:
             that uses it.
         branches: Paths of the modules whose forward reads values of tensors.
         flexible: Whether the network is known to take more than one input size.
-        size_dependent: Whether the forward asked for a size, so that its path may depend on it.
+        size_dependent: Whether the forward asked for a size, on which its path may then depend.
         heads: Whether `alternatives` has auxiliary heads, which only training runs.
-        form: The call of the network, without the tensors' values.
+        form: The recorded call of the network, with empty tensors in place of the arguments.
     """
 
     graph: fx.Graph
@@ -80,10 +84,11 @@ class Traced:
 
     def __post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
-        # The nodes that call a module, by its id.
+        # The nodes that call each module, by the module's id.
         self.calls = {}
-        # The nodes that read a node's value.
+        # The nodes that read each node's value.
         self.users = {}
+        # The position of each node, and its ancestors as a bit mask over positions.
         self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []
         self._connect(self.nodes)
@@ -111,7 +116,10 @@ class Traced:
         return paths
 
     def read_directly(self, module: nn.Module) -> str | None:
-        """The path of a tensor of `module` that a forward reads without calling the module."""
+        """Return the path of a tensor of a module that forward reads without calling the module.
+
+        None says that there is no such tensor.
+        """
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         tensor_ids = {id(tensor) for tensor in tensors}
         return next((path for key, path in self._attributes.items() if key in tensor_ids), None)
@@ -122,7 +130,7 @@ class Traced:
         return not (self.size_dependent or self.branches)
 
     def _connect(self, nodes: list[fx.Node]) -> None:
-        """Note the readers, the calls and the ancestors of `nodes`, which are one whole graph."""
+        """Note the readers, calls and ancestors of the nodes of one whole graph."""
         for position, node in enumerate(nodes, len(self._above)):
             self.users[node] = []
             self._index[node] = position
@@ -139,7 +147,7 @@ class Traced:
     def add_alternative(self, other: Traced) -> None:
         """Add the graph of a record that took another path.
 
-        A change of a module must then be right on that path, too.
+        Every change of a module must then be right on both paths.
         """
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
@@ -149,20 +157,19 @@ class Traced:
         self.alternative_nodes += other.nodes
 
     def called(self, module: nn.Module) -> int:
-        """How often a leaf is called, in the record that calls it most often."""
+        """Return how often a leaf is called, in the record that calls it most often."""
         calls_by_record = Counter(call.graph for call in self.calls.get(id(module), ()))
         return max(calls_by_record.values(), default=0)
 
     def index(self, node: fx.Node) -> int:
-        """The position of `node` in the order of the forward pass.
+        """Return the position of `node` in the order of the forward pass.
 
-        Nodes of an alternative record come after all others; only positions within one record can
-        be compared.
+        Only positions within one record can be compared: nodes of alternative records come last.
         """
         return self._index[node]
 
     def above(self, node: fx.Node) -> int:
-        """The ancestors of `node`, itself included, as a bit mask over `nodes`."""
+        """Return the ancestors of `node`, and `node` itself, as a bit mask over `nodes`."""
         return self._above[self._index[node]]
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
@@ -170,7 +177,10 @@ class Traced:
         return bool(self.above(node) >> self._index[on] & 1)
 
     def main_input(self, node: fx.Node) -> fx.Node | None:
-        """The input that carries the signal: the only one, or x where `node` is a gate x g(x)."""
+        """Return the input of `node` that carries the signal, or None if that is not clear.
+
+        It is the only input, or x if `node` is a gate x g(x).
+        """
         sources = inputs(node)
         if len(sources) == 2 and is_mul(node):
             first, second = sources
@@ -188,17 +198,17 @@ class Traced:
             node = self.main_input(node)
 
     def module(self, node: fx.Node) -> nn.Module | None:
-        """The leaf module that `node` calls, if it calls one."""
+        """Return the leaf module that `node` calls, or None if it calls a function or method."""
         if node.op != "call_module":
             return None
         return self.modules[str(node.target)]
 
     def linear(self, path: str) -> Linearity:
-        """The convolution or linear layer at `path`."""
+        """Return the convolution or linear layer at `path`."""
         return cast(Linearity, self.modules[path])
 
     def fetch(self, path: str) -> Tensor:
-        """The tensor that a `get_attr` node names."""
+        """Return the tensor at a path: a constant of the graph, or a tensor of a module."""
         if path in self.constants:
             return self.constants[path]
         owner, _, name = path.rpartition(".")
@@ -207,19 +217,29 @@ class Traced:
 
 
 def single(items: Sequence[Item]) -> Item | None:
-    """The only item; None where there are none, or several."""
+    """Return the only item, or None if there are none or several."""
     return items[0] if len(items) == 1 else None
 
 
 def argument(node: fx.Node, position: int, *names: str, default: object = None) -> Any:
-    """The argument of a node at `position`, or under one of its `names`, or else `default`."""
+    """Return an argument of a node.
+
+    Args:
+        node: The node of a call.
+        position: The argument's position, if it is given by position.
+        names: The argument's names, if it is given by keyword.
+        default: What to return if the call does not give the argument.
+    """
     if len(node.args) > position:
         return node.args[position]
     return next((node.kwargs[name] for name in names if name in node.kwargs), default)
 
 
 def inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values (not only whose shapes) `node` reads, in order, each once."""
+    """Return the nodes whose values `node` reads, in order, each once.
+
+    A node whose shape alone is read is no input.
+    """
     if node.target in _LIKE:
         return []
     if node.op == "call_method" and node.target in _SHAPE_LIKE:
@@ -228,7 +248,7 @@ def inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def listed(cat: fx.Node) -> list[fx.Node]:
-    """The nodes in the list that `torch.cat` joins; one that is joined twice is listed twice."""
+    """Return the nodes that a `torch.cat` joins, in order, with repetitions."""
     joined = argument(cat, 0, "tensors")
     if not isinstance(joined, list | tuple):
         return []
@@ -254,14 +274,14 @@ def is_constant_mul(node: fx.Node) -> bool:
 
 
 def constant(node: fx.Node) -> float:
-    """The number by which `node` multiplies."""
+    """Return the number by which `node` multiplies."""
     return float(next(factor for factor in node.args if isinstance(factor, int | float)))
 
 
 def apply(
     traced: Traced, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> object:
-    """The result of what `node` does, computed from other values."""
+    """Return the result of the call that `node` records, made with other arguments."""
     if node.op == "call_module":
         return traced.modules[str(node.target)](*args, **kwargs)
     if node.op == "call_method":
@@ -278,7 +298,8 @@ class NodeReader:
         self.nodes = traced.nodes
 
     def on(self, mask: int) -> list[fx.Node]:
-        """The nodes in a bit mask (`Traced.above`), in order of the forward pass."""
+        """Return the nodes in a bit mask (`Traced.above`), in order of the forward pass."""
+        # Take the lowest bit out of the mask until none is left.
         nodes = []
         while mask:
             lowest_bit = mask & -mask
