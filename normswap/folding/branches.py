@@ -2,8 +2,8 @@
 
 y = conv(x) + conv'(x) + s x + t, the form in which RepVGG (Ding et al. 2021, arXiv:2101.03697,
 section 3.3), MobileOne, RepViT and FastViT are trained, is one convolution: kernels of one centre,
-stride and groups are added, and a scale per channel is a kernel of one tap. All is read from the
-graph; no class is known by name.
+stride and groups are added, and a scale per channel is a kernel of one tap. The branches are found
+in the graph, whatever the classes of their blocks are.
 """
 
 import math
@@ -31,10 +31,10 @@ class Branches:
 
     Args:
         main: The path of the convolution that stays, whose kernel has room for the others.
-        others: Paths of the convolutions, scales and shifts that it absorbs.
+        others: Paths of the convolutions, scales and shifts that `main` absorbs.
         skips: How often the branches' input is itself a term of the sum.
-        after: The path of a scale and shift of the sum, which `main` absorbs, too. None if there is
-            none.
+        after: The path of a scale and shift of the sum, which `main` absorbs as well; None if
+            nothing scales the sum.
     """
 
     main: str
@@ -48,11 +48,12 @@ class _Arm:
     """A term of a sum.
 
     Args:
-        path: The path of the convolution or scale that makes it. None where the term is the source
-            itself.
+        path: The path of the convolution or scale that makes the term; None if the term is the
+            source itself.
         source: The node that the term is computed from.
-        barrier: The last node between the term and the sum that a removed branch could not pass in
-            training, such as a DropPath. None if there is none.
+        barrier: The node between the term and the sum that fails in training if the term becomes
+            the number 0, such as a DropPath. It is the one nearest to the term; None if no node
+            fails.
     """
 
     path: str | None
@@ -61,22 +62,24 @@ class _Arm:
 
 
 def find(builder: PlanBuilder) -> list[Branches]:
-    """All sums of which one convolution can compute two or more terms.
+    """Return the branches of every sum of which one convolution can compute several terms.
 
     A norm counts as the scale and shift that it becomes.
     """
+    # The nodes go backwards, so that a sum of sums is found before the sums in it.
     inner_sums: set[fx.Node] = set()
     merges: list[Branches] = []
     for node in reversed(builder.traced.nodes):
         if node in inner_sums or not _is_sum(node):
             continue
 
+        # One convolution can compute only terms that have the same input.
         arms = [*_terms(builder, node, None, inner_sums)]
         for source in dict.fromkeys(arm.source for arm in arms):
             merged = _merged(builder, [arm for arm in arms if arm.source is source])
             if merged is None:
                 continue
-            # What follows the sum can be absorbed only if the sum has no other terms.
+            # A scale behind the sum can be absorbed only if the sum has no other terms.
             if all(arm.source is source for arm in arms):
                 merged = replace(merged, after=_scale_after(builder, node))
             merges.append(merged)
@@ -99,12 +102,19 @@ def _adds_nothing(node: fx.Node) -> bool:
 def _terms(
     builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner_sums: set[fx.Node]
 ) -> Iterator[_Arm]:
-    """Yield the terms of a sum, and of the sums in it, which are added to `inner_sums`."""
+    """Yield the terms of a sum. A term that is itself a sum yields its own terms.
+
+    Args:
+        builder: The plan in the making.
+        node: The node of the sum.
+        barrier: The barrier between this sum and the outermost one (`_Arm`).
+        inner_sums: The sums that are terms of others. Those that are met are added.
+    """
     for end in inputs(node):
         arm_barrier = barrier
         while _passes(builder, end) and len(builder.traced.users[end]) == 1:
             if not isinstance(builder.traced.module(end), nn.Identity | Vacant | None):
-                # A number 0 could not pass a DropPath in training.
+                # In training, a DropPath fails on the number 0 of a removed branch.
                 arm_barrier = end
             (end,) = inputs(end)
 
@@ -121,10 +131,16 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
-    """The term that ends in the node `end`.
+    """Return the term that ends in the node `end`.
 
-    It is a convolution with norms after it, or a scale and shift, or the source itself.
+    The term is a convolution with norms behind it, or a scale and shift, or the source itself.
+
+    Args:
+        builder: The plan in the making.
+        end: The last node of the term.
+        barrier: The barrier between the term and the sum (`_Arm`).
     """
+    # Go up to a convolution. If there is none, the last scale and shift makes the term.
     node = end
     scale: fx.Node | None = None
     while len(builder.traced.users[node]) == 1:
@@ -133,7 +149,8 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
             return _Arm(str(node.target), _source(builder, node), barrier)
         if _is_scale(module) and _may_join(builder, node):
             scale = scale or node
-            # Unlike a norm, it does not fold into a convolution before it.
+            # A norm may fold into a convolution before it, so the search goes on. An own layer
+            # stays, so it makes the term.
             if isinstance(module, OwnLayer):
                 break
         elif not _passes(builder, node):
@@ -146,7 +163,7 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
 
 
 def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
-    """The node whose value `node` reads, before identities."""
+    """Return the node whose value reaches `node` through identities alone."""
     (above,) = inputs(node)
     while _passes(builder, above):
         (above,) = inputs(above)
@@ -154,7 +171,11 @@ def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
 
 
 def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether the module that `node` calls is called once, and nobody else reads its tensors."""
+    """Whether the module that `node` calls may be merged with other branches.
+
+    It must be called once, without hooks, nothing else may read its tensors, and the user must not
+    have left it out of the conversion.
+    """
     traced = builder.traced
     path = str(node.target)
     module = traced.module(node)
@@ -179,10 +200,16 @@ def _is_scale(module: nn.Module | None) -> bool:
 
 
 def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
-    """The branches among `arms`, which have one source, that one convolution can compute."""
+    """Return the branches that one convolution can compute, or None if there are not several.
+
+    Args:
+        builder: The plan in the making.
+        arms: Terms of one sum that have the same source.
+    """
     modules = builder.traced.modules
 
-    # Terms behind different barriers cannot be merged: those behind the first one are.
+    # Terms behind different barriers cannot be merged. Only those behind the first barrier, and
+    # those without one, are considered.
     barriers = [arm.barrier for arm in arms if arm.barrier is not None and arm.path is not None]
     arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]
     convs = [arm for arm in arms if arm.path is not None and _is_plain(modules[arm.path])]
@@ -191,6 +218,7 @@ def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
         return None
 
     def taps(arm: _Arm) -> int:
+        """Return the number of taps of the kernel of a convolution."""
         sides = tap_offsets(cast(_ConvNd, modules[str(arm.path)]))
         return math.prod(len(side) for side in sides)
 
@@ -219,7 +247,8 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
 
     Args:
         main: The convolution that stays.
-        other: A convolution, or a scale per channel. None for the input itself.
+        other: The module of the term: a convolution, or a scale per channel. None says that the
+            term is the input itself.
     """
     taps = tap_offsets(main)
     if isinstance(other, _ConvNd):
@@ -229,19 +258,25 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
         pairs = zip(taps, tap_offsets(other), strict=True)
         return all(_holds(main_side, side) for main_side, side in pairs)
 
+    # A scale per channel is a kernel of one tap, which needs the tap at the centre.
     square = main.in_channels == main.out_channels and set(main.stride) == {1}
     centred = all(0 in side and side[0] == -side[-1] for side in taps)
     return square and centred and (other is None or affine.channels(other) == main.out_channels)
 
 
 def _holds(main_side: range, side: range) -> bool:
-    """Whether `main_side` has the same centre as `side`, and all its taps, in one dimension."""
+    """Whether the taps of one side of a kernel have the centre and all taps of another's.
+
+    Args:
+        main_side: The positions that the larger kernel reads in one dimension (`tap_offsets`).
+        side: The positions that the other kernel reads in that dimension.
+    """
     same_centre = main_side[0] + main_side[-1] == side[0] + side[-1]
     return same_centre and set(side) <= set(main_side)
 
 
 def _scale_after(builder: PlanBuilder, node: fx.Node) -> str | None:
-    """The path of a scale and shift of the whole sum, if there is one."""
+    """Return the path of an own layer that scales and shifts the whole sum, or None."""
     while len(builder.traced.users[node]) == 1:
         (node,) = builder.traced.users[node]
         module = builder.traced.module(node)

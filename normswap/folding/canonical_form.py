@@ -1,16 +1,16 @@
 """Fold: turn every BatchNorm, and every affine layer of an earlier conversion, into plain weights.
 
-Each of them is y = act(s x + t) per channel. The first of these that is possible is done:
+Each of these layers is y = act(s x + t) per channel. The first way that is possible is taken:
 
-1. Fold it back into the convolutions before it.
-2. Fold it forward into the unpadded convolutions after it.
+1. Fold the layer back into the convolutions before it.
+2. Fold the layer forward into the unpadded convolutions after it.
 3. Before a ReLU: move |s| through the ReLU into the inputs of the next convolutions, and keep a
    shift (`ChannelBias`).
-4. A scalar: fold it back through sums and gates.
-5. Keep it as a `ChannelAffine`, which is always exact.
+4. If s is a scalar: fold s back through sums and gates.
+5. Keep s and t as a `ChannelAffine`, which is always exact.
 
 The algebra is in `layers.Folded` and `affine.split`. This file decides from the graph which layer
-absorbs which, and says why not.
+absorbs which map. If a way is not possible, it says why.
 """
 
 from collections.abc import Collection, Iterator
@@ -31,19 +31,21 @@ from normswap.layers.activations import is_homogeneous
 from normswap.layers.planned_layer import OwnLayer, scales_branch
 from normswap.plan import AbsorbMode, Outcome
 
-# A range of the norm's channels (from, up to); None: all of them.
+# A range of the norm's channels (from, up to). None means all channels.
 Part = tuple[int, int] | None
 
 
 def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
-    """Plan what happens to every affine module that takes part, except those to leave.
-
-    The result's `refusals` have the modules that cannot be read: no running statistics, unknown
-    subclasses, surroundings that cannot be looked into.
+    """Plan the folding of every affine module that takes part in the conversion.
 
     Args:
         anatomy: The network.
         leave: Paths of the modules that are not folded.
+
+    Returns:
+        The plan in the making. Its `refusals` have the modules that cannot be read, because they
+        have no running statistics or are of an unknown class, or because something around them
+        cannot be looked into.
     """
     builder = PlanBuilder(anatomy)
     _bake(builder)
@@ -75,7 +77,7 @@ def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
 
 
 def _bake(builder: PlanBuilder) -> None:
-    """Make every layer plain whose weight is computed at each step."""
+    """Plan a plain layer for every linear layer whose weight is computed at each step."""
     paths = [
         str(node.target)
         for node in builder.traced.nodes
@@ -94,7 +96,7 @@ def _bake(builder: PlanBuilder) -> None:
 
 
 def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
-    """Fold one affine map in the first way that is possible, or record why it stays."""
+    """Fold one affine map in the first way that is possible, or record why the map stays."""
     path = site.path
     if site.refusal:
         builder.refusals[path] = site.refusal
@@ -109,6 +111,7 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
         else:
             return
 
+    # The user reads why the first way, folding back, is not possible.
     if site.holds_statistics:
         builder.replace(path, "ChannelAffine")
         builder.settle(path, plan_builder.left_affine(reasons[0]))
@@ -119,7 +122,7 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
 def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Fold y = s (W x + b) + t into the layers before it: W' = s W, b' = s b + t.
 
-    This is exact if everything that those layers compute goes through this module.
+    This is exact if the outputs of those layers are read by this module alone.
     """
     parts = producers(builder, module)
     for linear, channels in parts.items():
@@ -131,7 +134,7 @@ def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Fold y = W (s x + t) + b into the convolutions after it: W' = W s, b' = b + W t.
 
-    This is exact if they do not pad: a padded zero is no t.
+    This is exact if the convolutions do not pad: a padded zero would have to become t.
     """
     if affine.activation(module) is not None:
         raise NotFoldable("an activation follows")
@@ -143,6 +146,7 @@ def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
             raise NotFoldable(
                 f"{conv_path} pads its input with zeros, which the shift would have to move"
             )
+    # Without the module, the convolutions read its input, which must not change before they do.
     for call in builder.traced.calls[id(module)]:
         writer = overwritten(builder, call)
         if writer is not None:
@@ -196,14 +200,22 @@ def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
-    """Paths of the linear layers whose outputs go through this norm alone, each with its channels.
+    """Return the linear layers whose outputs this norm alone reads.
 
-    Between them and the norm there may be identities, steps that treat all channels alike
-    (reshapes, average pooling; `channel_axes` follows the channels), and a concatenation of
-    convolutions. Then each convolution has a range of the norm's channels.
+    Between the layers and the norm there may be identities, steps that treat all channels alike
+    (reshapes, average pooling; `channel_axes` follows the channels), or a concatenation of
+    convolutions.
+
+    Args:
+        builder: The plan in the making.
+        module: The norm.
+
+    Returns:
+        The range of the norm's channels that each layer makes, by the layer's path. The range is
+        None for a layer that makes all channels.
 
     Raises:
-        NotFoldable: There are none, or their outputs go elsewhere, too.
+        NotFoldable: There is no such layer, or something else reads the output of one.
     """
     parts: dict[fx.Node, Part] = {}
     for call in builder.traced.calls[id(module)]:
@@ -211,7 +223,7 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
             if parts.setdefault(node, channels) != channels:
                 raise NotFoldable(f"{node.target} is several parts of its input")
 
-    # A layer that is called several times must be the same part each time.
+    # A layer that is called several times must make the same channels each time.
     by_layer: dict[int, tuple[str, Part]] = {}
     for node, channels in parts.items():
         linear = builder.traced.module(node)
@@ -228,10 +240,20 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
 def _producing_nodes(
     builder: PlanBuilder, module: nn.Module, call: fx.Node
 ) -> Iterator[tuple[fx.Node, Part]]:
-    """Yield the calls of linear layers that make the input of one call of a norm."""
+    """Yield the calls of linear layers that make the input of one call of a norm.
+
+    Each call is yielded with the range of the norm's channels that it makes.
+
+    Args:
+        builder: The plan in the making.
+        module: The norm.
+        call: The node of the norm's call.
+    """
     traced = builder.traced
     channels = affine.channels(module)
     (value,) = above = inputs(call)
+
+    # Go up from the norm to a linear layer or a concatenation.
     stepped = False
     while True:
         if len(above) != 1:
@@ -251,6 +273,7 @@ def _producing_nodes(
         _check_only_user(builder, node)
         above = inputs(node)
 
+    # A reshape may have mixed the channels, and a Linear may have its outputs in another dimension.
     _check_only_user(builder, node)
     if channels > 1 and (stepped or isinstance(traced.module(node), nn.Linear)):
         _check_axis(builder, value, node)
@@ -258,7 +281,7 @@ def _producing_nodes(
 
 
 def _check_only_user(builder: PlanBuilder, node: fx.Node) -> None:
-    """Raise NotFoldable where more than one node reads the value of `node`."""
+    """Raise NotFoldable if more than one node reads the value of `node`."""
     if len(builder.traced.users[node]) > 1:
         raise NotFoldable(f"{node.target} has another consumer")
 

@@ -4,13 +4,13 @@ A channel that a convolution or linear layer writes may be multiplied by a facto
 divide by it (Nagel et al. 2019, arXiv:1906.04721, section 4.1, equations 5 to 7). Channels are
 followed through the graph of a folded network:
 
-- Homogeneous functions, pooling and identities pass them on.
+- Homogeneous functions, pooling and identities pass channels on.
 - The two arms of a sum share factors.
 - A concatenation joins channels.
 - A gate x g(x) passes on the channels of x.
 - Channels that anything else reads have the factor 1.
 
-The inputs and outputs of a convolution have separate factors, also if it is depthwise.
+The inputs and outputs of a convolution have separate factors, even in a depthwise convolution.
 """
 
 import math
@@ -58,7 +58,7 @@ class Channels:
 
     Attributes:
         layers: The convolutions and linear layers, whose weights depend on the factors.
-        shifts: The layers that pass channels on, and whose biases depend on the factors.
+        shifts: The layers that pass channels on and have biases, which depend on the factors.
         count: The number of groups. Group 0 has the channels that cannot be scaled.
     """
 
@@ -66,7 +66,8 @@ class Channels:
         self.builder = builder
         self.traced = builder.traced
 
-        # Channels are numbered, and groups are trees: each channel has a parent of its group.
+        # Channels are numbered, and groups are trees (union-find): a channel's parent is another
+        # channel of its group, or the channel itself at the root.
         self._parents = [FIXED]
         self._channels_of: dict[fx.Node, list[int]] = {}
         reads_of: dict[fx.Node, list[int]] = {}
@@ -97,7 +98,8 @@ class Channels:
         """Follow the channels through a node.
 
         Returns:
-            The channels that the node reads, if its parameters depend on their factors; else None.
+            The channels that the node reads, if its parameters depend on their factors. None says
+            that they do not.
         """
         sources = inputs(node)
         arms = [self._channels_of.get(source) for source in sources]
@@ -109,12 +111,14 @@ class Channels:
                 self._fix(arms)
                 reads = [FIXED] * width
 
+            # The outputs are new channels, each in a group of its own.
             first = len(self._parents)
             written = [*range(first, first + len(module.weight))]
             self._channels_of[node] = written
             self._parents += written
             return reads
 
+        # If the node passes no factors on, the channels that it reads keep the factor 1.
         passed = self._passed(node, sources, arms)
         if passed is None:
             self._fix(arms)
@@ -125,12 +129,12 @@ class Channels:
     def _passed(
         self, node: fx.Node, sources: list[fx.Node], arms: list[list[int] | None]
     ) -> list[int] | None:
-        """The channels of the node's value, if it passes factors on.
+        """Return the channels of the node's value, or None if the node passes no factors on.
 
         Args:
             node: The node, which is no linear layer.
-            sources: The nodes that it reads.
-            arms: The channels of each of `sources`. None where they are not known.
+            sources: The nodes that the node reads.
+            arms: The channels of each of `sources`; None for a source whose channels are not known.
         """
         if not any(arms):
             return None
@@ -146,6 +150,7 @@ class Channels:
         if len(sources) == 1:
             return self._passed_alone(node, sources[0], arms[0] or [])
 
+        # A sum: channels at the same position must share a factor.
         shape = node.meta["shape"]
         if is_add(node) and all(arms) and all(source.meta["shape"] == shape for source in sources):
             first, second = (channels or [] for channels in arms)
@@ -153,7 +158,7 @@ class Channels:
                 self._join(one, other)
             return first
         if is_mul(node):
-            # A gate x g(x) passes the factors of x; g(x) must not change.
+            # A gate x g(x) passes the factors of x on, so g(x) must keep the factor 1.
             main = self.traced.main_input(node)
             if main is not None and main.meta["shape"] == shape:
                 pairs = zip(sources, arms, strict=True)
@@ -164,7 +169,13 @@ class Channels:
     def _passed_alone(
         self, node: fx.Node, source: fx.Node, channels: list[int]
     ) -> list[int] | None:
-        """As `_passed`, for a node that reads `source` alone, which has these channels."""
+        """Return the channels of the value of a node with one input, or None (`_passed`).
+
+        Args:
+            node: The node.
+            source: The only node that it reads.
+            channels: The channels of `source`.
+        """
         before = source.meta["shape"]
         after = node.meta["shape"]
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
@@ -182,7 +193,8 @@ class Channels:
             dims = argument(node, 1, "dim", "axis")
             if not isinstance(dims, list | tuple):
                 dims = [dims]
-            # Without dimensions, all are reduced.
+            # Without a dimension, all dimensions are reduced. The channels are in dimension 1, so
+            # only a reduction of later dimensions passes them on.
             reduced = {dim % len(before) for dim in dims if isinstance(dim, int)} or {0}
             return channels if min(reduced) > 1 else None
         return channels if propagates_scale(self.builder, node) else None
@@ -200,7 +212,7 @@ class Channels:
         if self.traced.called(module) > 1:
             return False
         if isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2:
-            # Channels that are not the second dimension are not followed.
+            # Channels are followed only in dimension 1, where a Linear has its outputs for (N, C).
             return False
         if not self.builder.anatomy.takes_part(str(node.target)):
             return False
@@ -223,7 +235,10 @@ class Channels:
         self._parents[max(root, other_root)] = min(root, other_root)
 
     def _root(self, channel: int) -> int:
-        """The channel that stands for the group of `channel`; the way to it is shortened."""
+        """Return the channel that stands for the group of `channel`: the root of its tree.
+
+        The path to the root is shortened (union-find with path halving).
+        """
         while self._parents[channel] != channel:
             self._parents[channel] = self._parents[self._parents[channel]]
             channel = self._parents[channel]
@@ -231,7 +246,13 @@ class Channels:
 
 
 def _flattened(channels: list[int], before: torch.Size, after: torch.Size) -> list[int] | None:
-    """The channels of (N, C, ...) flattened to (N, features); None for another change of shape."""
+    """Return the channel of every feature after (N, C, ...) is flattened to (N, features).
+
+    Args:
+        channels: The channels of the value before the step.
+        before: The shape before the step.
+        after: The shape after the step. For any shape but (N, features) the result is None.
+    """
     if len(before) < 2 or before[1] != len(channels):
         return None
     if after != (before[0], math.prod(before[1:])):
@@ -244,20 +265,20 @@ def _flattened(channels: list[int], before: torch.Size, after: torch.Size) -> li
 
 
 def _shifts(module: nn.Module | None) -> bool:
-    """Whether a layer passes channels on, and its bias (C,) depends on their factors."""
+    """Whether a layer passes channels on, and has a bias (C,) that depends on their factors."""
     return isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act)
 
 
 @torch.no_grad()
 def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
-    """Multiply each channel, in place, by its group's factor f; the network's function stays.
+    """Multiply each channel, in place, by its group's factor f. The network's function stays.
 
     W'[o, i] = f[o] W[o, i] / f[i], b'[o] = f[o] b[o].
 
     Args:
         model: The folded network.
-        channels: Its groups of channels.
-        factors: One positive factor for each group, (groups,). The first one is 1.
+        channels: The groups of channels of the network.
+        factors: One positive factor for each group (groups,). The first factor is 1.
     """
     factors = factors.to(next(model.parameters()).device, torch.float64)
     for layer in channels.layers:
@@ -265,7 +286,8 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
         weight = standardized.effective_weight(module).double()
         out_factors = factors[layer.writes]
 
-        # A group of filters reads its own share of the input channels.
+        # In a grouped convolution, each group of filters reads its own share of the input channels,
+        # so the factors of a share are repeated for the filters of its group.
         filter_groups = getattr(module, "groups", 1)
         in_factors = (1 / factors[layer.reads]).view(filter_groups, 1, -1)
         in_factors = in_factors.expand(-1, len(out_factors) // filter_groups, -1).flatten(0, 1)

@@ -1,12 +1,13 @@
 """Fold gamma and beta of LayerNorms and RMSNorms, and LayerScale's gamma, into linear layers.
 
 The linear layers after a norm absorb its affine map: W' = W gamma per input channel, b' = b + W
-beta. Between them there may be steps that treat all channels alike (`channel_axes`): windows,
-shifts, tokens that are picked or averaged; padding with zeros stops the beta.
+beta. Between norm and linear layers there may be steps that treat all channels alike
+(`channel_axes`): windows, shifts, tokens that are picked or averaged. If such a step pads with
+zeros, the map cannot move, as a padded zero would have to become beta.
 
 LayerScale, gamma per channel at the end of a branch (Touvron et al. 2021, arXiv:2103.17239, section
-2), goes into the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block's own
-parameter (ConvNeXt, CaiT, BEiT) is no module, and `folded` leaves it.
+2), moves into the linear layer before it: W' = gamma W, b' = gamma b. A gamma that is a block's own
+parameter (ConvNeXt, CaiT, BEiT) is no module, and stays when the network is folded.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from normswap.plan import AbsorbMode, Outcome
 
 
 def foldable_norms(anatomy: Anatomy) -> dict[str, nn.Module]:
-    """The LayerNorms and RMSNorms that forward calls, by path, each once."""
+    """Return the LayerNorms and RMSNorms that forward calls and that take part, by path."""
     norms: dict[str, nn.Module] = {}
     for norm in anatomy.norms:
         module = anatomy.traced.modules[norm.path]
@@ -62,11 +63,17 @@ def move(builder: PlanBuilder) -> None:
 
 
 def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module) -> list[str]:
-    """Paths of the linear layers that alone read the norm's output, channel by channel.
+    """Return the paths of the linear layers that read a norm's output, if nothing else does.
+
+    Args:
+        builder: The plan in the making.
+        axes: The channel axis of each value.
+        path: The path of the norm.
+        norm: The norm.
 
     Raises:
-        NotFoldable: Something else reads it, or one of them cannot absorb a scale and shift of its
-            input.
+        NotFoldable: Something else reads the output, or a linear layer cannot absorb a scale and
+            shift of its input.
     """
     traced = builder.traced
     refusal = channel_norm.refusal(norm)
@@ -96,8 +103,8 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
 
     Args:
         linear: The linear layer.
-        path: Its path.
-        axis: Where the norm's channels are in its input. None where that is not known.
+        path: The path of the linear layer.
+        axis: Where the norm's channels are in the layer's input; None if that is not known.
     """
     if axis is None:
         raise NotFoldable(f"which of the inputs of {path} its channels become is not known")
@@ -137,10 +144,15 @@ def move_layer_scales(builder: PlanBuilder) -> None:
 
 
 def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
-    """The path of the linear layer whose output this LayerScale alone reads.
+    """Return the path of the linear layer whose output a LayerScale reads, if nothing else does.
+
+    Args:
+        builder: The plan in the making.
+        module: The LayerScale.
 
     Raises:
-        NotFoldable: There is none, or it cannot absorb a scale of its output.
+        NotFoldable: No linear layer makes the LayerScale's input, something else reads the layer's
+            output, or the layer cannot absorb a scale.
     """
     traced = builder.traced
     if module._forward_hooks or module._forward_pre_hooks:
@@ -152,13 +164,13 @@ def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
     values: list[fx.Node] = []
     for call in traced.calls[id(module)]:
         values += inputs(call)
-    # Channels last are a Linear's outputs, channels second a convolution's.
+    # Channels in the last dimension are outputs of a Linear, in dimension 1 of a convolution.
     kind = nn.Linear if scaled_dim(module) == -1 else nn.modules.conv._ConvNd
     return _producer(builder, values, (kind,))
 
 
 def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str, list[fx.Node]]:
-    """The linear layer whose output this parameter alone multiplies, channel by channel.
+    """Return the linear layer whose output a parameter multiplies, channel by channel.
 
     Args:
         builder: The plan in the making.
@@ -168,7 +180,8 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str,
         The path of the linear layer, and the nodes of the products.
 
     Raises:
-        NotFoldable: There is no such layer, or it cannot absorb a scale of its output.
+        NotFoldable: The parameter does anything else, no linear layer makes the values that it
+            multiplies, something else reads the layer's output, or the layer cannot absorb a scale.
     """
     traced = builder.traced
     tensor = traced.fetch(parameter)
@@ -194,7 +207,10 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str,
 
 
 def has_other_modules(builder: PlanBuilder, parameter: str) -> bool:
-    """Whether the parameter at this path also belongs to another module, or to a called layer."""
+    """Whether a parameter has another reader than the forward of the block that owns it.
+
+    That is so if two modules share it, or if its owner is a leaf that is called.
+    """
     traced = builder.traced
     owner = traced.modules[parameter.rpartition(".")[0]]
     return traced.owners[id(traced.fetch(parameter))] > 1 or id(owner) in traced.calls
@@ -207,13 +223,17 @@ def _producer(
     *,
     after_steps: bool = False,
 ) -> str:
-    """The path of the linear layer that makes these values, each read once, and no other value.
+    """Return the path of the linear layer that makes these values and no others.
 
     Args:
         builder: The plan in the making.
         values: The nodes of the values.
         kinds: The classes that the linear layer may have.
         after_steps: Whether the values may be rearrangements of the layer's output.
+
+    Raises:
+        NotFoldable: No such layer makes the values, something else reads its output, or the layer
+            cannot absorb its neighbours.
     """
     producers = [_made(builder, value, after_steps=after_steps) for value in values]
     linear = builder.traced.module(producers[0])
@@ -229,9 +249,14 @@ def _producer(
 
 
 def _made(builder: PlanBuilder, node: fx.Node, *, after_steps: bool) -> fx.Node:
-    """The node that made the value of `node`, before identities and, with `after_steps`, steps.
+    """Return the node that made a value, above the identities that passed it on.
 
-    Others may read the value of the result, too.
+    The search ends at a node that is read more than once, even if that node is an identity.
+
+    Args:
+        builder: The plan in the making.
+        node: The node of the value.
+        after_steps: Whether steps that treat all channels alike are skipped like identities.
     """
     while len(builder.traced.users[node]) == 1:
         is_step = channel_axes.is_step(builder.traced, node) and len(inputs(node)) == 1

@@ -1,10 +1,13 @@
 """Fold timm's normalizer-free networks: their scalars move into the convolutions around them.
 
 A block is y = skip + alpha f(beta act(x)) (Brock et al. 2021, arXiv:2101.08692; timm's names).
-beta, and the gamma of an activation, scale the inputs of the next convolutions. alpha, the
-attention's gain and SkipInit's gain scale the branch, and move through its gate into its last
-convolution. The standardized weights are baked (`reparametrized`). Factors that cannot move stay
-numbers in the block. The last activation keeps its gamma: features would change.
+
+- beta, and the gamma of an activation, scale the inputs of the next convolutions.
+- alpha, the attention's gain and SkipInit's gain scale the branch. They move through its gate into
+  its last convolution.
+- The standardized weights are baked (`reparametrized`).
+- A factor that cannot move stays a number in the block.
+- The last activation keeps its gamma, because without it the network's features would change.
 """
 
 import operator
@@ -51,7 +54,10 @@ def ends_in_own_factor(anatomy: Anatomy, block: Block) -> bool:
 
 @contextmanager
 def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
-    """Turn a NotFoldable into a note that the block at `path` keeps its factor."""
+    """Turn a NotFoldable inside a `with` block into a note that `path` keeps its factor.
+
+    The builder's changes inside the block are undone.
+    """
     try:
         with attempt(builder):
             yield
@@ -62,6 +68,7 @@ def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
 def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
     """Fold beta, the attention's gain, alpha and SkipInit's gain of one block."""
     nodes = [node for node in builder.traced.nodes if node.meta["inside"][-1:] == (path,)]
+    # The products with numbers, in order, must be those of a NormFreeBlock's forward.
     products = [node for node in nodes if is_constant_mul(node)]
     factors = _factors(block)
     if [constant(node) for node in products] != list(factors.values()):
@@ -79,9 +86,9 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
 
 
 def _factors(block: NormFreeBlock) -> dict[str, float]:
-    """The block's factors by name, in the order in which its forward multiplies by them.
+    """Return the block's factors by name, in the order in which its forward multiplies by them.
 
-    The recorder leaves out factors of 1.
+    Factors of 1 are left out, because the recorder leaves their products out of the graph.
     """
     factors = {"beta": block.beta}
     if block.attn is not None or block.attn_last is not None:
@@ -91,7 +98,14 @@ def _factors(block: NormFreeBlock) -> dict[str, float]:
 
 
 def _fold_skipinit_gain(builder: PlanBuilder, path: str, gain: float, nodes: list[fx.Node]) -> None:
-    """Fold SkipInit's gain, by which the branch is multiplied in place, into the branch."""
+    """Fold SkipInit's gain, by which forward multiplies the branch in place, into the branch.
+
+    Args:
+        builder: The plan in the making.
+        path: The path of the block.
+        gain: The value of the gain.
+        nodes: The nodes of the block's own forward.
+    """
     product = next((node for node in nodes if _is_in_place(node)), None)
     if product is None:
         raise NotFoldable("it is not in the graph")
@@ -101,7 +115,17 @@ def _fold_skipinit_gain(builder: PlanBuilder, path: str, gain: float, nodes: lis
 
 
 def _move_forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
-    """Move a factor into the next convolutions, but not into the classifier."""
+    """Move a factor into the convolutions that read its product.
+
+    Args:
+        builder: The plan in the making.
+        node: The node of the product.
+        factor: The factor.
+        path: The path of the number, which becomes 1.
+
+    Raises:
+        NotFoldable: The classifier reads the product, or a factor cannot pass a step.
+    """
     for reader in scalar_readers(builder, node, set()):
         if reader == builder.anatomy.classifier:
             raise NotFoldable("the features of the network would change")
@@ -110,9 +134,19 @@ def _move_forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str)
 
 
 def _move_back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
-    """Move a factor through gates into the last convolution before it."""
+    """Move a factor through gates into the last convolution before its product.
+
+    Args:
+        builder: The plan in the making.
+        node: The node of the product.
+        factor: The factor.
+        path: The path of the number, which becomes 1.
+
+    Raises:
+        NotFoldable: A factor cannot pass a step.
+    """
     (above,) = inputs(node)
-    # SkipInit's gain stands between the attention and alpha.
+    # SkipInit's gain stands between the attention and alpha. A factor passes its product.
     while _is_in_place(above):
         node = above
         above = inputs(above)[0]

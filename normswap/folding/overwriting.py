@@ -1,4 +1,4 @@
-"""Values that are overwritten in place: layers that pass them on must copy."""
+"""Values that are overwritten in place, and the layers that must therefore stay as they are."""
 
 import inspect
 import operator
@@ -28,16 +28,17 @@ _VIEWS = (*_LAYOUTS, "contiguous", "getitem", "chunk", "split", "narrow", "detac
 
 
 def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
-    """The first node after `call` that writes into the value that `call` reads, or None."""
+    """Return the first node after `call` that writes into the value that `call` reads, or None."""
     traced = builder.traced
     call_index = traced.index(call)
 
-    # The value may have got other names before: go up to the first one.
+    # Identities and writers return their input's memory under a new name. Go up to the first name.
     (value,) = inputs(call)
     while (builder.is_identity(value) or overwrites(traced, value)) and inputs(value):
         value = inputs(value)[0]
 
-    # Then look at every later name of the same memory; the list grows while it is read.
+    # Then look at the readers of every name of that memory. A reader that makes another name
+    # lengthens the list while it is read.
     names = [value]
     for node in names:
         for user in traced.users[node]:
@@ -51,10 +52,10 @@ def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
 
 
 def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
-    """Layers that must stay because of an alias: the path of each, with the reason.
+    """Return the layers that must stay because of an alias: the path of each, with the reason.
 
-    Such a layer returns its input's memory, which is written to under one name and read by another.
-    A layer that copies, in its place, would change what is read.
+    A layer that must stay returns its input's memory. That memory is written to under one name and
+    read under another. A replacement that copies its input would change the value that is read.
     """
     traced = builder.traced
     conflicts = {}
@@ -66,7 +67,8 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
         if node.target is not after:
             continue
 
-        # The two inputs of `after` are names of one memory. Layers that both have are no matter.
+        # The two inputs of `after` are names of one memory. A layer above both names cannot part
+        # them. A layer above one of them alone parts them if it copies.
         read_names, written_names = (_passing(traced, value) for value in inputs(node))
         apart = [name for name in read_names if name not in written_names]
         apart += [name for name in written_names if name not in read_names[1:]]
@@ -80,7 +82,7 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
 
 
 def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
-    """The nodes that have passed on the value's memory in eval mode, the latest first."""
+    """Return the nodes that passed a value's memory on in eval mode, the latest first."""
     passed = []
     while inputs(value) and (shares(traced, value) or is_identity(traced.module(value))):
         passed.append(value)
@@ -89,7 +91,7 @@ def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
 
 
 def shares(traced: Traced, node: fx.Node) -> bool:
-    """Whether the value of `node` is in the memory of its first input, in training, too."""
+    """Whether the value of `node` is always in the memory of its first input, even in training."""
     module = traced.module(node)
     if module is None:
         return overwrites(traced, node) or getattr(node.target, "__name__", node.target) in _VIEWS

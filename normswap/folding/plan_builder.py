@@ -1,4 +1,4 @@
-"""A plan in the making: what each layer absorbs, which layers are placed, what each norm became."""
+"""A plan in the making: what a layer absorbs, which layers are placed, what each norm becomes."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -26,27 +26,31 @@ NEVER_CALLED = Outcome("never called", "never called by forward")
 
 
 def folded_back(*into: str) -> Outcome:
-    """The outcome of a norm that folds into the layers before it, which have these paths."""
+    """Return the outcome of a norm that folds into the layers before it, at the paths `into`."""
     return Outcome(FOLDED_BACK, f"folds into {', '.join(into)}")
 
 
 def left_affine(reason: str) -> Outcome:
-    """The outcome of a norm whose scale and shift stay in its place, for this reason."""
+    """Return the outcome of a norm that leaves a scale and shift in its place.
+
+    Args:
+        reason: Why no other layer can absorb the scale and shift.
+    """
     return Outcome(LEFT_AFFINE, "keeps scale and shift", reason)
 
 
 def stays(reason: str, with_what: str = "") -> Outcome:
-    """The outcome of a norm that stays as it is, for this reason.
+    """Return the outcome of a norm that stays as it is.
 
     Args:
-        reason: Why it cannot fold.
+        reason: Why the norm cannot fold.
         with_what: A phrase to add to "stays", such as " with its scale and shift".
     """
     return Outcome("stay as they are", f"stays{with_what}", reason)
 
 
 def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """The number of norms with each outcome, in the order in which the outcomes are first met."""
+    """Return the number of norms with each outcome. An outcome that is met earlier comes first."""
     return dict(Counter(outcome.counted for outcome in outcomes))
 
 
@@ -56,11 +60,11 @@ class LinearBuilder:
 
     Args:
         reads: (path, absorption) of every neighbour that the layer absorbs.
-        gain: The factor by which its output is multiplied.
-        in_gain: The factor by which its input is multiplied.
+        gain: The factor by which the layer's output is multiplied.
+        in_gain: The factor by which the layer's input is multiplied.
         bake: Whether a weight that is computed at each step becomes a plain one.
-        layer: The name of the layer that the edit places.
-        extra: Further arguments of that layer.
+        layer: The name of the planned layer that the edit places.
+        extra: Further arguments of the planned layer.
     """
 
     reads: list[tuple[str, Absorption]] = field(default_factory=list)
@@ -71,12 +75,18 @@ class LinearBuilder:
     extra: Body = field(default_factory=dict)
 
     def add(self, path: str, way: AbsorbMode, channels: tuple[int, int] | None = None) -> None:
-        """Absorb the module at `path`, or the range `channels` (from, up to) of its channels."""
+        """Let the layer absorb a neighbour.
+
+        Args:
+            path: The path of the neighbour.
+            way: How the neighbour is absorbed.
+            channels: The range of the neighbour's channels (from, up to). None means all of them.
+        """
         self.reads.append((path, Absorption(way, channels)))
 
     def edit(self, path: str) -> Edit:
-        """The edit that makes the layer at `path` absorb all this."""
-        # What precedes the layer is absorbed first; then what follows it, the nearest first.
+        """Return the edit that makes the layer at `path` absorb its neighbours."""
+        # Neighbours before the layer are absorbed first, then those behind it, the nearest first.
         reads = sorted(self.reads, key=lambda read: not read[1].way.precedes)
 
         args: Body = {}
@@ -106,7 +116,7 @@ class PlanBuilder:
         outcomes: The outcome for each norm, by its path.
         refusals: Why nothing can be done to a norm, by its path.
         notes: Sentences that the user should read.
-        scalars: The layer that is chained after the one at a path.
+        scalars: The layer that is chained behind the one at a path, by that path.
     """
 
     anatomy: Anatomy
@@ -122,7 +132,7 @@ class PlanBuilder:
         return self.anatomy.traced
 
     def linear(self, path: str) -> LinearBuilder:
-        """What the linear layer at `path` absorbs; more can be added to it."""
+        """Return the record of what the linear layer at `path` absorbs, to which can be added."""
         return self.linears.setdefault(path, LinearBuilder())
 
     def replace(self, path: str, layer: str, **args: object) -> None:
@@ -130,7 +140,7 @@ class PlanBuilder:
         self.replacements[path] = Edit(path, layer, args)
 
     def remove(self, path: str) -> None:
-        """Remove the module at `path`; an activation that it applies stays."""
+        """Remove the module at `path`. An activation that the module applies stays."""
         self.replace(path, Vacant.__name__)
 
     def removes(self, path: str) -> bool:
@@ -153,10 +163,14 @@ class PlanBuilder:
         return channel_axes.find_axes(self.traced, self.is_identity)
 
     def edits(self) -> tuple[Edit, ...]:
-        """All edits: first the linear layers', then the replacements, each with its followers."""
+        """Return all edits: those of linear layers first, then the replacements.
+
+        A layer that is chained behind a path is part of the edit at that path.
+        """
         followers = {path: (scalar,) for path, scalar in self.scalars.items()}
 
-        # A kept layer with a follower may absorb a norm. Its edit then has the follower.
+        # A replacement that keeps the layer at its path only adds a layer behind it. If the kept
+        # layer is linear and absorbs neighbours, both are written in one edit.
         replacements = []
         for path, edit in self.replacements.items():
             if edit.keep and path in self.linears:

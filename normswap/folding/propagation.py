@@ -1,9 +1,9 @@
 """The rules of propagation: which steps of the graph pass on an affine map, or a positive factor.
 
-A value is multiplied by a positive factor c in the layers that compute it, and divided by c in its
-other readers. The function stays the same: c f(x) = f'(x) with c in the last weights of f, and g(y)
-= g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to both its arms, a gate x
-g(x) to x alone.
+The layers that compute a value multiply it by a positive factor c, and the layers that read it
+divide by c. The function stays the same: c f(x) = f'(x) with c in the last weights of f, and
+g(y) = g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to both its arms, and a
+gate x g(x) passes a scalar to x alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,21 +60,23 @@ _SCALAR_FUNCTIONS = (*HOMOGENEOUS_FUNCTIONS, *_POOL_FUNCTIONS, *_LAYOUTS)
 
 
 class NotFoldable(Exception):  # noqa: N818 - a reason, no error
-    """Why one way of folding is not open, in a few words."""
+    """Says in a few words why one way of folding is not possible."""
 
 
 def consumers(
     builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]
 ) -> list[str]:
-    """Paths of the convolutions that read the output of `module`.
+    """Return the paths of the convolutions that read the output of `module`.
 
     Args:
         builder: The plan in the making.
         module: The module whose output is read.
-        propagates: Tells of a node between them whether the affine map, or the scale, can pass it.
+        propagates: Returns whether the affine map, or the scale, can pass a node between `module`
+            and a convolution.
 
     Raises:
-        NotFoldable: Something else reads the output.
+        NotFoldable: Anything but a convolution reads the output, or a convolution cannot absorb a
+            scale and shift of its input.
     """
     reading_nodes: list[fx.Node] = []
     for call in builder.traced.calls[id(module)]:
@@ -92,10 +94,14 @@ def consumers(
 def readers(
     builder: PlanBuilder, start: fx.Node, propagates: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (value, reader) for each node that reads `start` and does not pass it on.
+    """Yield (value, reader) for each node that reads the value of `start` and does not pass it on.
 
-    Nodes that pass it on (`propagates`) are followed to their readers; `value` is the node that
-    `reader` reads.
+    `value` is the node that `reader` reads: `start` itself, or a node that passed its value on.
+
+    Args:
+        builder: The plan in the making.
+        start: The node whose readers are wanted.
+        propagates: Returns whether a node passes the value on, so that its readers count instead.
 
     Raises:
         NotFoldable: The network returns the value.
@@ -110,11 +116,11 @@ def readers(
 
 
 def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
-    """Paths of the linear layers that the nodes call, each once.
+    """Return the paths of the linear layers that the nodes call, each once.
 
     Raises:
-        NotFoldable: A node calls something else, or a layer is called elsewhere, too, or cannot
-            absorb a scale and shift of its input.
+        NotFoldable: A node calls no linear layer, a layer is called on another input as well, or a
+            layer cannot absorb a scale and shift of its input.
     """
     for node in nodes:
         linear = _reading_linear(builder, node)
@@ -128,12 +134,15 @@ def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) -> nn.Module:
-    """The linear layer that `node` calls, if it can absorb a scale of its input.
+    """Return the linear layer that `node` calls.
 
-    `once` is as in `check_linear`.
+    Args:
+        builder: The plan in the making.
+        node: The node.
+        once: Whether the layer must be called only once.
 
     Raises:
-        NotFoldable: It calls no linear layer, or one that cannot.
+        NotFoldable: `node` calls no linear layer, or the layer cannot absorb a scale of its input.
     """
     linear = builder.traced.module(node)
     if not isinstance(linear, LINEAR):
@@ -145,7 +154,10 @@ def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) 
 
 
 def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether f(c x) = c f(x) for the node's f and a positive c per channel, after the plan."""
+    """Whether f(c x) = c f(x) for the node's f and a positive c per channel.
+
+    f is what the node computes once the plan is carried out.
+    """
     module = builder.traced.module(node)
     if module is None:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)
@@ -155,12 +167,17 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:
-    """Paths of the linear layers that read `start` beside the nodes in `main`.
+    """Return the paths of the linear layers that read the value of a node.
 
-    Between them there may be steps that commute with a positive scalar.
+    Between the node and the layers there may be steps that commute with a positive scalar.
+
+    Args:
+        builder: The plan in the making.
+        start: The node whose value is read.
+        main: Readers of `start` that are left out.
 
     Raises:
-        NotFoldable: Something else reads it.
+        NotFoldable: Anything else reads the value, or a layer cannot absorb a scale of its input.
     """
 
     def propagates(node: fx.Node) -> bool:
@@ -184,7 +201,7 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
 
 
 def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bool = False) -> None:
-    """Raise NotFoldable where a linear layer cannot absorb its neighbours.
+    """Raise NotFoldable if a linear layer cannot absorb its neighbours.
 
     Args:
         builder: The plan in the making.
@@ -212,7 +229,7 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
 
 
 def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
-    """The paths without those of a module that an earlier path names, in order."""
+    """Return the paths in order, without a path whose module an earlier path names already."""
     first_paths: dict[int, str] = {}
     for path in reversed(paths):
         first_paths[id(modules[path])] = path
@@ -220,24 +237,28 @@ def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
 
 
 def name(node: fx.Node) -> str:
-    """The path of the module, or the name of the function, that the node calls."""
+    """Return the path of the module, or the name of the function or method, that a node calls."""
     if isinstance(node.target, str):
         return node.target
     return getattr(node.target, "__name__", node.name)
 
 
 def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[str, list[str]]:
-    """The linear layer from which a scale c can reach `node`, and the layers to divide by c.
+    """Return the linear layer that can scale the value of `node`, and the layers that undo it.
 
-    A gate x g(x) passes c if the first linear map of g is divided by c.
+    A gate x g(x) passes a scale c of x on if the first linear layer of g divides its input by c.
 
     Args:
         builder: The plan in the making.
         node: The node whose value is to be scaled.
-        before: The reader of `node` from which on nothing changes.
+        before: The reader of `node` that sees the scaled value.
+
+    Returns:
+        The path of the linear layer whose output is scaled by c, and the paths of the layers that
+        must divide their input by c.
 
     Raises:
-        NotFoldable: A scale cannot pass a step between them.
+        NotFoldable: A scale cannot pass a step between the linear layer and `node`.
     """
     passed = {before}
     divided: list[str] = []
@@ -259,10 +280,10 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
 
 
 def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> list[str]:
-    """Multiply the value of `node` by a factor for some readers, and divide by it in all others.
+    """Multiply the value of `node` by a factor. Readers that must not see the factor divide by it.
 
-    A negative factor passes linear maps alone. A factor of 0 is possible where every way to the
-    output passes `by`.
+    A negative factor can pass linear maps alone. A factor of 0 is possible if the network's output
+    depends on the value only through the readers in `by`.
 
     Args:
         builder: The plan in the making.
@@ -303,9 +324,9 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
 
 
 def _compensate(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> None:
-    """Let all readers of `node`, except the nodes in `by`, divide it by `factor`.
+    """Let all readers of `node`, except the nodes in `by`, divide its value by `factor`.
 
-    With a factor of 0 there is nothing to divide by: then those readers must not reach the output.
+    They cannot divide by 0. With a factor of 0 the network's output must not depend on them.
     """
     others = scalar_readers(builder, node, set(by))
     is_lost = factor == 0 and any(_escapes(builder, path, by) for path in others)
@@ -319,7 +340,13 @@ def _compensate(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.N
 
 
 def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
-    """Whether the output of the module at `path` reaches the network's output beside `ends`."""
+    """Whether the network's output depends on a module otherwise than through `ends`.
+
+    Args:
+        builder: The plan in the making.
+        path: The path of the module.
+        ends: The nodes at which the search stops.
+    """
     visited = set(builder.traced.calls[id(builder.traced.modules[path])])
     ahead = list(visited)
     while ahead:
@@ -330,7 +357,11 @@ def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
 
 
 def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
-    """Let the linear layer at `path` divide its input by `factor`."""
+    """Let the linear layer at `path` divide its input by `factor`.
+
+    Raises:
+        NotFoldable: The layer has absorbed a shift of its input, which the factor would scale.
+    """
     linear = builder.linear(path)
     if any(absorption.way is AbsorbMode.BEFORE for _, absorption in linear.reads):
         raise NotFoldable(f"{path} has absorbed a shift of its input")
@@ -339,7 +370,10 @@ def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
 
 @contextmanager
 def attempt(builder: PlanBuilder) -> Iterator[None]:
-    """Undo the changes of the builder's layers and replacements on a NotFoldable."""
+    """Undo what a `with` block changed in the builder's layers and replacements if it fails.
+
+    The NotFoldable with which the block fails is raised again.
+    """
     linears = {
         path: replace(linear, reads=[*linear.reads]) for path, linear in builder.linears.items()
     }

@@ -2,9 +2,9 @@
 
 A LayerNorm subtracts the mean of its input. If only LayerNorms read the stream, the linear layers
 and embeddings that write to it can leave out the mean (W' = (I - 11'/C) W, b' = b - mean(b)), and
-each LayerNorm becomes an RMSNorm. A LayerScale on the way, a module or a parameter gamma, is taken
-in first: W' = (I - 11'/C) diag(gamma) W. (SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section
-3.1.)
+each LayerNorm becomes an RMSNorm. If a LayerScale (a module or a parameter gamma) stands between a
+linear layer and the stream, the layer absorbs gamma first: W' = (I - 11'/C) diag(gamma) W. Source:
+SliceGPT, Ashkboos et al. 2024, arXiv:2401.15024, section 3.1.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ class Stream:
     Args:
         values: The nodes of the values.
         linears: Paths of the linear layers that write to the stream.
-        tensors: Paths of the parameters that are added to it (position embeddings, class tokens),
-            each with the dimension of its channels.
-        scales: For the path of a linear layer whose output passes a LayerScale before the stream:
-            the path of the LayerScale (a module or a parameter), and the nodes of its outputs.
+        tensors: The dimension of the channels of each parameter that is added to the stream
+            (position embeddings, class tokens), by the parameter's path.
+        scales: The LayerScale between a linear layer and the stream, by the layer's path: the path
+            of the LayerScale (a module or a parameter), and the nodes of its outputs.
     """
 
     values: set[fx.Node] = field(default_factory=set)
@@ -46,21 +46,22 @@ class Stream:
 
 
 def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
-    """The stream that the values of `starts` belong to, if it can be centred.
+    """Return the stream that the values of `starts` belong to, if it can be centred.
 
     Args:
         builder: The plan in the making.
         starts: The inputs of a norm, one for each path through the network.
 
     Raises:
-        NotFoldable: Something reads the stream's mean, or writes to it and cannot leave the mean
-            out.
+        NotFoldable: Something reads the stream's mean, or something writes to the stream and cannot
+            leave the mean out.
     """
     for start in starts:
         if builder.axes.get(start) is None:
             step = _loses_channels(builder, start)
             raise NotFoldable(f"where the channels are is not known after {called(step)}")
 
+    # Go from value to value, up to the writers and down to the readers.
     stream = Stream()
     ahead = [*starts]
     while ahead:
@@ -75,6 +76,7 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
             elif not _ignores_the_mean(builder, node, user):
                 raise NotFoldable(_complaint(user))
 
+    # The writers can be checked only now that all values of the stream are known.
     for path in stream.linears:
         _check_linear(builder, stream, path)
     for path in [*stream.tensors]:
@@ -83,7 +85,7 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
 
 
 def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
-    """The first step after which the channels of `node` are not known any more."""
+    """Return the earliest step above `node` after which its channels are no longer known."""
     while True:
         unknown = [
             source for source in inputs(node) if inputs(source) and builder.axes.get(source) is None
@@ -94,7 +96,7 @@ def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
 
 
 def centre(builder: PlanBuilder, stream: Stream) -> None:
-    """Plan that the stream's mean over channels is zero."""
+    """Plan the changes of a stream's writers that make its mean over channels zero."""
     for linear, (scale, _) in stream.scales.items():
         builder.linear(linear).add(scale, AbsorbMode.AFTER)
         if scale in builder.traced.modules:
@@ -126,7 +128,7 @@ def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> boo
 
 
 def _complaint(user: fx.Node) -> str:
-    """Why the stream cannot be centred if `user` reads it."""
+    """Return the reason why a stream that `user` reads cannot be centred."""
     if user.op == "output":
         return "the model returns it, with its mean"
     if is_add(user):
@@ -135,16 +137,20 @@ def _complaint(user: fx.Node) -> str:
 
 
 def called(node: fx.Node) -> str:
-    """The path of the module that a node calls, or its function's name and the module around it."""
+    """Return the path of the module that a node calls, or a function's name and where it is."""
     if node.op == "call_module" or not node.meta["inside"]:
         return name(node)
     return f"{name(node)} in {node.meta['inside'][-1]}"
 
 
 def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:
-    """The stream's values from which `node` is computed.
+    """Return the values of the stream from which `node` is computed.
 
-    If `node` writes to the stream instead, its writer is noted in `stream`, and the list is empty.
+    If `node` is where a layer or parameter writes to the stream, the writer is noted in `stream`,
+    and the list is empty.
+
+    Raises:
+        NotFoldable: The writer is of another kind, or its LayerScale cannot be absorbed.
     """
     module = builder.traced.module(node)
     path = str(node.target)
@@ -152,7 +158,7 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
     if isinstance(module, LINEAR):
         stream.linears.add(path)
     elif node.op == "get_attr":
-        # `_check_tensor` replaces the dimension by the right one.
+        # `_check_tensor` replaces -1 by the dimension of the channels.
         stream.tensors[path] = -1
     elif product is not None:
         _, parameter = product
@@ -182,7 +188,7 @@ def _add_scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
 
 
 def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    """Raise NotFoldable where a linear layer of the stream cannot leave the mean out."""
+    """Raise NotFoldable if a linear layer that writes to the stream cannot leave the mean out."""
     linear = builder.traced.modules[path]
     check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
@@ -196,9 +202,9 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
 
 
 def _check_tensor(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    """Raise NotFoldable where a parameter of the stream cannot leave the mean out.
+    """Raise NotFoldable if a parameter that is added to the stream cannot leave the mean out.
 
-    The dimension of its channels is noted in `stream`.
+    Otherwise the dimension of the parameter's channels is noted in `stream`.
     """
     traced = builder.traced
     if not isinstance(traced.fetch(path), nn.Parameter):
