@@ -33,7 +33,7 @@ class Branches:
         main: The path of the convolution that stays, whose kernel has room for the others.
         others: Paths of the convolutions, scales and shifts that `main` absorbs.
         skips: How often the branches' input is itself a term of the sum.
-        after: The path of a scale and shift of the sum, which `main` absorbs as well; None if
+        after: The path of a scale and shift of the sum, which `main` absorbs as well. None if
             nothing scales the sum.
     """
 
@@ -48,11 +48,11 @@ class _Arm:
     """A term of a sum.
 
     Args:
-        path: The path of the convolution or scale that makes the term; None if the term is the
+        path: The path of the convolution or scale that makes the term. None if the term is the
             source itself.
         source: The node that the term is computed from.
         barrier: The node between the term and the sum that fails in training if the term becomes
-            the number 0, such as a DropPath. It is the one nearest to the term; None if no node
+            the number 0, such as a DropPath. It is the one nearest to the term. None if no node
             fails.
     """
 

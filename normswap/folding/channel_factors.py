@@ -134,7 +134,7 @@ class Channels:
         Args:
             node: The node, which is no linear layer.
             sources: The nodes that the node reads.
-            arms: The channels of each of `sources`; None for a source whose channels are not known.
+            arms: The channels of each of `sources`. None for a source whose channels are not known.
         """
         if not any(arms):
             return None

@@ -104,7 +104,7 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
     Args:
         linear: The linear layer.
         path: The path of the linear layer.
-        axis: Where the norm's channels are in the layer's input; None if that is not known.
+        axis: Where the norm's channels are in the layer's input. None if that is not known.
     """
     if axis is None:
         raise NotFoldable(f"which of the inputs of {path} its channels become is not known")

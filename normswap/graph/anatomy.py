@@ -29,7 +29,7 @@ class Norm:
         kind: The name of the module's class.
         channels: The number of channels that the norm normalizes.
         role: `stem`, `last`, `down`, `head` or `other` (`normswap.graph.inspection`).
-        block: The path of the residual block that the norm belongs to; None outside of blocks.
+        block: The path of the residual block that the norm belongs to. None outside of blocks.
         statistics: Where the norm's mean and variance come from in eval mode.
         called: How often forward calls the norm.
         averages: Whether a BatchNorm that is fitted to images can replace the norm.
@@ -61,7 +61,7 @@ class AffineMap:
         module: The module itself.
         holds_statistics: Whether the module is a norm, or has a norm's statistics, so that a plain
             scale and shift may replace it.
-        refusal: Why s and t cannot be read and moved; None where they can.
+        refusal: Why s and t cannot be read and moved. None where they can.
     """
 
     path: str
@@ -82,13 +82,13 @@ class Block:
             (pooling, padding).
         order: Where the activation is: `post` (it follows the sum), `pre` (the branch begins with
             a norm or an activation) or `linear` (neither).
-        tail: The path of the innermost module that returns the branch's value; None if no module
+        tail: The path of the innermost module that returns the branch's value. None if no module
             does. A scalar on the branch is placed here.
         norms: Paths of the norms on the branch and on the skip, in order of the forward pass.
-        last: The path of the branch's last norm; None if the branch has none.
+        last: The path of the branch's last norm. None if the branch has none.
         gate: The path of the module that multiplies the branch by a function of itself
-            (squeeze-and-excitation and the like); None if none does.
-        drop_path: The path of the module that drops the branch at random in training; None if none
+            (squeeze-and-excitation and the like). None if none does.
+        drop_path: The path of the module that drops the branch at random in training. None if none
             does.
         total: The node of the sum.
         branch: The node of the branch's value.
@@ -113,7 +113,7 @@ class Anatomy:
 
     Args:
         blocks: The residual blocks, in order of the forward pass.
-        norms: Every norm, in order of the forward pass; norms that forward does not reach come
+        norms: Every norm, in order of the forward pass. Norms that forward does not reach come
             last.
         refusals: The path of every module that could not be looked into, with the reason.
         classifier: The path of the last linear layer before the output.

@@ -74,10 +74,10 @@ class Axis:
 
     Args:
         size: The number of channels.
-        dim: The dimension that holds the channels alone; None if the channels share a dimension
+        dim: The dimension that holds the channels alone. None if the channels share a dimension
             with other positions.
         last: Whether `dim` is the last dimension.
-        pure: Whether every element belongs to a channel; False where a padding added zeros.
+        pure: Whether every element belongs to a channel. False where a padding added zeros.
     """
 
     size: int
@@ -145,7 +145,7 @@ class _Label:
     Args:
         size: The number of channels.
         stride: How many neighbouring elements share a channel.
-        pure: Whether every element belongs to a channel; False where a padding added zeros.
+        pure: Whether every element belongs to a channel. False where a padding added zeros.
     """
 
     size: int
@@ -273,7 +273,7 @@ class _Reading:
         """Give a parameter the channels of the value that it is added to or multiplied with.
 
         Args:
-            node: The node of the parameter; any other node is left as it is.
+            node: The node of the parameter. Any other node is left as it is.
             label: The label of the value, or None.
         """
         if node.op != "get_attr" or not label:
@@ -343,7 +343,8 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
     """Return the label that gives these channel numbers, or None if no label does.
 
     Args:
-        numbers: What a step returned for channel numbers. Zeros are elements without a channel.
+        numbers: The value that a step returned for channel numbers. Zeros are elements without a
+            channel.
         size: The number of channels.
         pure: Whether every element of the step's inputs belongs to a channel.
     """

@@ -47,8 +47,8 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
 
     Args:
         model: The network, which is not changed.
-        inputs: What the network is called with (`calling.batches`). By default an example is made
-            from the input size that the network states.
+        inputs: The inputs of the network (`calling.batches`). By default an example is made from
+            the input that the network states.
 
     Returns:
         The residual blocks, the norms with their roles, the classifier, and the graph.

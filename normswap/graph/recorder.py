@@ -528,8 +528,8 @@ def _widened(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
     Args:
         name: The name of the function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
     """
     dtypes = set(_dtypes((*args, *kwargs.values())))
     if torch.float64 not in dtypes or dtypes.isdisjoint(_NARROW):

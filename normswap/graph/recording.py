@@ -45,8 +45,8 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
 
     Args:
         model: The network.
-        inputs: What the network is called with, as `inspect` takes it. By default an example is
-            made from the input size that the network states.
+        inputs: The inputs of the network, as in `inspect`. By default an example is made from the
+            input that the network states.
 
     Raises:
         SourceError: The network cannot be recorded yet (`network_input.check_shapes`).
@@ -365,7 +365,7 @@ def record_once(
         heads: Whether auxiliary heads run, as in training (`modes.show_heads`).
 
     Raises:
-        TraceError: The network does not run on the example; the message says where it fails.
+        TraceError: The network does not run on the example. The message says where it fails.
     """
     copied = twin(model)
     if heads:

@@ -149,8 +149,8 @@ def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Ar
 
     Args:
         func: The function that a forward called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments of the call.
+        kwargs: The keyword arguments of the call.
     """
     name = getattr(func, "__name__", "")
     property_name = _property(func)

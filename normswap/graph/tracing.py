@@ -228,7 +228,7 @@ def argument(node: fx.Node, position: int, *names: str, default: object = None) 
         node: The node of a call.
         position: The argument's position, if it is given by position.
         names: The argument's names, if it is given by keyword.
-        default: What to return if the call does not give the argument.
+        default: The value to return if the call does not give the argument.
     """
     if len(node.args) > position:
         return node.args[position]

@@ -163,7 +163,7 @@ def follow_rescaling(norm: nn.Module, scale: Tensor, offset: Tensor) -> None:
     Args:
         norm: The BatchNorm.
         scale: The factor of each channel of the input (C,).
-        offset: What is added to each channel of the input (C,).
+        offset: The number that is added to each channel of the input (C,).
     """
     layer: Any = norm
     old_mean, old_var = (value.clone() for value in affine.statistics(layer))

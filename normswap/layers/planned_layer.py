@@ -94,13 +94,14 @@ class OwnLayer(nn.Module):
     """Base of the modules that a conversion leaves in a network.
 
     Attributes:
-        AFFINE: Whether it computes act(s * x + t); `as_affine` returns s and t.
+        AFFINE: Whether the layer computes act(s * x + t). Then `as_affine` returns s and t.
         PER_CHANNEL: Whether s and t may differ between channels, so that the layer can stand for a
             norm that is gone.
         SCALES: Whether s may be a number other than 1 or -1.
-        HOLDS_STATISTICS: Whether it keeps the mean and variance of a norm.
-        NORMALIZES: Whether it computes act(weight * normalized(x) + bias), which is not affine.
-        SCALES_BRANCH: Whether it ends a residual branch with one number (`BranchScale`).
+        HOLDS_STATISTICS: Whether the layer keeps the mean and variance of a norm.
+        NORMALIZES: Whether the layer computes act(weight * normalized(x) + bias), which is not
+            affine.
+        SCALES_BRANCH: Whether the layer ends a residual branch with one number (`BranchScale`).
         ROLES: The role of each parameter for weight decay, by the parameter's name.
         act: The activation that is applied last, or None.
     """
