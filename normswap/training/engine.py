@@ -113,8 +113,8 @@ def finetune(
         model: A source or a converted network. None for the one that the recipe names.
         recipe: The recipe, as `load_recipe` gives it.
         out: The run's folder.
-        resume: "auto" continues the run in `out` if there is one. With None `out` must be new, or
-            that of a run which was killed before it had written a state.
+        resume: "auto" continues the run in `out` if there is one. With None, `out` must be new, or
+            hold a run that was killed before it wrote its first state.
         device: One of auto, cpu, cuda and mps.
         track: One of auto (TensorBoard) and none, or a comma list of Accelerate's trackers.
         progress: A function that is called now and then, in the first process.
@@ -490,7 +490,7 @@ def precise(device: torch.device) -> torch.dtype:
 
 
 def score(row: Row) -> float:
-    """Return the score of a network, of which higher is better.
+    """Return the score of a network; a higher score is better.
 
     It is the accuracy, or, without validation images, minus the training loss.
     """

@@ -200,6 +200,7 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
+        """Refuse keys that are valid one by one, and contradict each other."""
         if self.data.batch_size % self.train.accumulate:
             raise ValueError(
                 f"data.batch_size {self.data.batch_size} is no multiple of train.accumulate"

@@ -299,7 +299,7 @@ class Sweep:
             )
 
     def _open(self, url: str) -> optuna.Study:
-        """Return the study of that name, made if it is not there.
+        """Return the study of this sweep, made if it is not there.
 
         Raises:
             SourceError: The storage cannot be opened.
@@ -380,6 +380,7 @@ class Sweep:
         """Run one trial of the queue, which Optuna gives to no other worker."""
 
         def run(trial: optuna.Trial) -> float:
+            """Train with the pair (lr, seed) that the trial was queued with."""
             self.storage.record_heartbeat(trial._trial_id)
             points = {
                 other.number: _point(other) for other in self.study.get_trials(deepcopy=False)
@@ -398,7 +399,7 @@ class Sweep:
     def _train(
         self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, progress: Progress
     ) -> float:
-        """Train at a point, and return its top-1; an error is noted with the trial."""
+        """Train with one pair (lr, seed) and return its top-1; an error is noted with the trial."""
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
         begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}

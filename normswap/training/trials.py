@@ -1,4 +1,4 @@
-"""Where each target ends: short trials with equal updates, of which the better half goes on.
+"""Where each target ends: short trials of equally many updates; the better half goes on.
 
 All trials follow one recipe, which `finetune` takes too. The labels and the teacher, which is the
 source, have the same weight in the loss. All trials see the same images in the same order.
@@ -270,7 +270,7 @@ class Trials:
         return trial
 
     def _updated(self, advice: Advice, network: Network, lr: float, updates: int) -> nn.Module:
-        """Return a copy of the network after so many updates, of which the first tenth warms up."""
+        """Return a copy of the network after so many updates; the first tenth of them warm up."""
         epochs = updates / (len(self.images.images) // self.batch_size)
         words = [f"train.epochs={epochs}", f"schedule.warmup={epochs / 10}"]
         recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
