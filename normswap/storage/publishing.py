@@ -169,6 +169,7 @@ class _FilesOfSave:
         return _identity_of(status)
 
     def _read(self, name: str) -> bytes:
+        """Return a file's bytes, if it is still the file that was looked at first."""
         # A link that took the file's place meanwhile is not followed; a pipe is not waited for.
         file = self.folder / name
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -196,6 +197,7 @@ class _FilesOfSave:
 
 
 def _identity_of(status: os.stat_result) -> tuple[int, ...]:
+    """Return numbers that differ once a file is changed or replaced."""
     # Anybody can set st_mtime back after a change, but not st_ctime.
     return (
         status.st_dev,
