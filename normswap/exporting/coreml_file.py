@@ -52,7 +52,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
-    """Return a float32 network, that of the contents or a simpler one, as coremltools has it."""
+    """Return Core ML's model of a float32 network: the one in the contents, or a simpler one."""
     signature = contents.network.signature
     try:
         with refusing("Core ML cannot express the network"), silent():

@@ -135,6 +135,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
     shifts: dict[nn.Module, list[Tensor]] = {}
 
     def watch(layer: nn.Module) -> RemovableHandle:
+        """Let each call of a layer note, per output channel, the mean of what rounding loses."""
         # This copy computes what rounding loses: its weight is the weight less the rounded weight.
         losing = copy.deepcopy(layer)
         levels: float = how.levels

@@ -6,8 +6,8 @@ held to a grammar (`pt2_program`), its pickles are read by torch's restricted un
 anything else is refused. torch is then given another archive, written in memory from what was read.
 The file itself never reaches torch's reader, so neither can a second meaning of its bytes.
 
-Two layouts exist: that of torch 2.8 and later, and the one before, whose weights are pickled
-dicts of tensors. A pickle that passes is written anew, too.
+There are two layouts. torch 2.8 and later store the bytes of each weight; torch 2.7 and before
+store pickled dicts of tensors. A pickle that passes is written anew, too.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
 
 
 def _as_slices(node: fx.Node) -> None:
-    """Replace a reshape to five dimensions, of which parts are taken, by slices, in place.
+    """Replace a reshape to five dimensions by slices, in place, if its parts are taken one by one.
 
     A transformer makes queries, keys and values by (N, L, 3 h d) -> (N, L, 3, h, d) ->
     (3, N, h, L, d) -> three times (N, h, L, d). Nothing is done if the node is none of these.
