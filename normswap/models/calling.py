@@ -342,7 +342,7 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
 
 
 def anchor(model: nn.Module) -> Tensor:
-    """Return a tensor of the network's device and dtype: that of most of its parameters' numbers.
+    """Return a tensor with the network's device and dtype: that of most numbers in its parameters.
 
     Buffers decide only where there is no parameter, so one float64 constant changes nothing.
     """

@@ -85,7 +85,7 @@ def build(name: str, request: BuildRequest) -> Built:
 
     Args:
         name: A timm name, `hf-hub:owner/name`, `local-dir:DIR`, or a directory.
-        request: The user's wishes beside the name.
+        request: What the user asks for beside the name.
 
     Raises:
         SourceError: The network cannot be found, read or built.

@@ -35,7 +35,7 @@ def build(name: str, request: BuildRequest) -> Built:
 
     Args:
         name: The MODEL. Without a name of weights, those are the builder's default.
-        request: The user's wishes beside the name.
+        request: What the user asks for beside the name.
 
     Raises:
         SourceError: There is no such network in torchvision, it has no such weights, or it cannot

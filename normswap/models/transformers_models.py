@@ -44,7 +44,7 @@ def build(name: str, request: BuildRequest) -> Built:
 
     Args:
         name: `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments.
-        request: The user's wishes beside the name.
+        request: What the user asks for beside the name.
 
     Raises:
         SourceError: The network cannot be found, read or built.
@@ -170,7 +170,7 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
             f"{type(config).__name__} has no argument {strange}", remedy=near(strange, stated)
         )
 
-    # The names of the config's classes are those of another number of classes.
+    # The config names its own classes. They are dropped, as another number of classes is asked for.
     for key in ("id2label", "label2id") if "num_labels" in arguments else ():
         kwargs.pop(key, None)
 

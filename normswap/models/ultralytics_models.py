@@ -26,7 +26,7 @@ def build(name: str, request: BuildRequest) -> Built:
 
     Args:
         name: `ultralytics:FILE.pt` or `ultralytics:NAME.yaml`.
-        request: The user's wishes beside the name.
+        request: What the user asks for beside the name.
 
     Raises:
         SourceError: The file is missing or cannot be read, or Ultralytics ships no such network.

@@ -279,7 +279,7 @@ def _has_finite_numbers(name: str, tensor: Tensor, origin: str) -> bool:
 def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     """Load tensors strictly, after timm's own conversions.
 
-    Foreign keys are translated, and stem and head are adapted to those of the network.
+    Foreign keys are translated, and stem and head are adapted to the network.
 
     Args:
         model: The network that is filled.
