@@ -532,7 +532,7 @@ def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _is_part(path: Path) -> bool:
-    """Return whether a folder is a part of a dataset, and not a class folder of that name."""
+    """Return whether a folder is a part of a dataset, and not a class folder with such a name."""
     if path.is_file():
         return True
     beside = {other.name for other in path.parent.iterdir() if other.is_dir()}
