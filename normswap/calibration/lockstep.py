@@ -33,6 +33,10 @@ class Interpreter:
 
     The interpreter keeps a record of the network's operations for each size of the input. If the
     values of an input decide which operations run, it keeps a record for each input.
+
+    Args:
+        model: The network.
+        example: The first call, on which the network is recorded.
     """
 
     def __init__(self, model: nn.Module, example: Example) -> None:

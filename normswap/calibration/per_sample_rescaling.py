@@ -172,24 +172,27 @@ class NormInputs:
         # A mean square is no smaller than the squared mean. Rounding can make it smaller in a
         # constant channel, whose mean would then outweigh all others.
         squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
-        x, e = (value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares))
+        centred, squares = (
+            value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares)
+        )
         effect, var = (
             torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
         )
-        ratio = (var / e.mean(1).clamp_min(1e-30)).sqrt()[:, None]
-        x = x * ratio
-        e = e * ratio.square()
+        ratio = (var / squares.mean(1).clamp_min(1e-30)).sqrt()[:, None]
+        centred = centred * ratio
+        squares = squares * ratio.square()
         mean_var = var.mean(1, keepdim=True)
         own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(
             affine.epsilon(norm)
         )
         # A group of constant channels gets the variance 1.
         constant = mean_var <= 1e-30
-        x = torch.where(constant[:, None], 0.0, x)
-        e = torch.where(constant[:, None], 1.0, e)
+        centred = torch.where(constant[:, None], 0.0, centred)
+        squares = torch.where(constant[:, None], 1.0, squares)
         var = torch.where(constant, 1.0, var)
 
-        return cls(*(value.float().contiguous() for value in (x, e, var, effect, own_eps)))
+        values = (centred, squares, var, effect, own_eps)
+        return cls(*(value.float().contiguous() for value in values))
 
     @classmethod
     def joined(cls, inputs: Iterable[NormInputs]) -> NormInputs:
@@ -268,13 +271,15 @@ class NormInputs:
         ratio = ((var.mean(1, keepdim=True) + self.eps) / (var + self.eps)).sqrt()
         off = ratio - 1
         moved_mean = ratio * mean
+        # The square of the error, summed over the channels of the group, has three terms.
         cost = (
             off.square() * cost
             - 2 * off * moved_mean * back
             + moved_mean.square() * per.sum(1, keepdim=True)
         )
-        alone = self.means.var(1) * scale.square()
 
+        # What a sample's mean costs if the channels of a group are independent.
+        alone = self.means.var(1) * scale.square()
         return cost.mean(1) + CHANCE * per.sum(1) * alone.sum(1) / channels**2
 
 

@@ -41,6 +41,7 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
     def keep(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+        """Keep a BatchNorm that takes its statistics as wanted, and replace any other."""
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
         if same and not affine.is_frozen(module) and not affine.is_registered(module):
             builder.settle(path, Outcome("kept", "kept"))

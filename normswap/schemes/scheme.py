@@ -89,10 +89,12 @@ class Option:
     def check(self, value: Any) -> object:
         """Return the value as a plan stores it.
 
-        A float option stores the int 0 as 0.0. An option of kind `object` stores the text "0" as
-        0.0 as well, because the command line has no other way to give a number. An int option takes
-        no float and no text. A choice is stored as it is given, and so is any value of a text or
-        bool option without choices: that is not checked.
+        - An option of kind float stores an int as a float: 0 becomes 0.0.
+        - An option of kind `object` stores an int, a float or the text of a number as a float: 0
+          and "0" become 0.0. The command line gives it every number as text.
+        - An option of kind int takes no float and no text.
+        - A choice is stored as it is given.
+        - A str or bool option without choices stores every value as it is given, unchecked.
 
         Raises:
             OptionError: The option does not take this value.
