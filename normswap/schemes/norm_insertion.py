@@ -33,8 +33,9 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
 
     Args:
         anatomy: The recorded network.
-        where: Not read here. A step before this one places norms in networks that never had any.
-        like: Not read here. The conversion gives the result the architecture's own class.
+        where: Not read here. The step `measured-batchnorm` places norms in networks that never had
+            any.
+        like: Not read here. `surgery.likeness` makes the conversion to an architecture.
         ghost_batch: The number of samples that share statistics in training (Hoffer et al. 2017,
             arXiv:1705.08741, algorithm 1). 0 stands for all samples of a batch.
     """
