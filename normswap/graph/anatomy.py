@@ -160,7 +160,7 @@ class Anatomy:
     def original_path(self, path: str) -> str:
         """Return the path that the norm at `path` had in the source network.
 
-        If the norm is one layer of a `Chain`, its original path is that of the `Chain`.
+        If the norm is one layer of a `Chain`, the original path is the path of the `Chain`.
         """
         parts = path.split(".")
         while parts and parts[-1] in ("inner", "then"):

@@ -296,6 +296,7 @@ class _Reading:
         neutral = float(is_mul(node))
 
         def numbers(source: fx.Node) -> Any:
+            """Return what takes the place of an input of the step."""
             shape = source.meta["shape"]
             if source not in carriers:
                 if not isinstance(shape, torch.Size):
@@ -355,7 +356,8 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
     nonzero = flat != 0
     # The length of the first run of equal numbers: 0 where all are equal.
     first_run = int((flat != flat[0]).to(torch.uint8).argmax())
-    # The channels are a dimension of the value, or runs inside one: each such stride is tried.
+    # The channels may fill a dimension of the value, or lie in runs inside one. The stride of every
+    # dimension is tried, and then the length of the first run.
     strides = [math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim)]
     for stride in dict.fromkeys([*strides, first_run]):
         if not stride or len(flat) % (size * stride):
@@ -370,7 +372,7 @@ def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
 def _axis(label: _Label, shape: torch.Size) -> Axis:
     """Return the axis of a value with this label and shape.
 
-    Its dimension is the last one whose size and stride are those of the label.
+    The dimension of the axis is the last one that has the label's size and stride.
     """
     fitting = [
         i

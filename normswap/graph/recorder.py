@@ -163,7 +163,9 @@ class Recorder(TorchFunctionMode):
         arguments = (dict(enumerate(example.args)), example.kwargs)
         names = iter(name for name, _ in named_tensors(arguments))
 
+        # The names come in the order in which `map` meets the tensors.
         def enter(tensor: Tensor) -> Tensor:
+            """Return a copy of a tensor of the example that is the value of a placeholder."""
             value = tensor.detach().clone()
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
@@ -185,6 +187,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
+        """Run a function that the forward calls, and record it if it belongs into the graph."""
         kwargs = kwargs or {}
         if self.resting:
             return func(*args, **kwargs)
@@ -507,6 +510,7 @@ class Widening(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
+        """Run a function with its narrower tensors in float64, and widen what it makes."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name not in _CASTS and "out" not in kwargs:

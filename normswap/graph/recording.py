@@ -335,6 +335,7 @@ def _outline(traced: Traced) -> object:
     """
 
     def label(node: fx.Node) -> object:
+        """Return what a node does, in a form that is equal in both records."""
         if node.op == "placeholder":
             return node.meta["place"]
         if node.op in ("call_module", "get_attr"):
@@ -459,6 +460,7 @@ def _leave_out_ones(
 
 
 def _is_one(factor: object) -> bool:
+    """Whether a factor is the float 1.0."""
     return isinstance(factor, float) and factor == 1
 
 

@@ -15,7 +15,7 @@ _DROPOUTS = (
 )
 _IDENTITIES = (nn.Identity, *_DROPOUTS)
 _RELUS = (nn.ReLU, nn.LeakyReLU)
-# A graph calls an activation as a function, or by the name of a tensor's method.
+# A node of a graph names the function that it calls, or the method of a tensor by a string.
 RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 HOMOGENEOUS_FUNCTIONS = (*RELU_FUNCTIONS, F.leaky_relu)
 _ACTIVATION_FILES = ("torch.nn.modules.activation", "timm.layers.activations")

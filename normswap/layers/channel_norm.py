@@ -45,6 +45,7 @@ class ShiftedRMSNorm(nn.RMSNorm):
         return self._scaled(x.movedim(self.dim, -1)).movedim(-1, self.dim)
 
     def _scaled(self, x: Tensor) -> Tensor:
+        """Return the norm of x (..., C) over its last dimension."""
         y = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         if self.bias is not None:
             y = y + self.bias
@@ -63,8 +64,8 @@ _MEASURED: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
 def channel_dim(module: nn.Module) -> int | None:
     """Return the dimension along which a LayerNorm or RMSNorm normalizes: -1 or 1.
 
-    None stands for any other module. It also stands for a norm over more than the channels, a norm
-    that always computes in float32, and a norm that applies an activation.
+    The result is None for any other module, for a norm over more than the channels, for a norm that
+    always computes in float32, and for a norm that applies an activation.
     """
     kind = kind_of(module)
     if kind is None or kind.statistics is not Statistics.POSITION or kind.single:
@@ -77,7 +78,7 @@ def channel_dim(module: nn.Module) -> int | None:
         return None
 
     if not is_believed(module):
-        # The LayerNorms of ConvNeXt, SAM and others permute in forward.
+        # The LayerNorms of ConvNeXt, SAM and others permute in forward, so they are measured.
         if not isinstance(module, nn.LayerNorm):
             return None
         return measured_dim(module, shape[0], _layer_norm)
@@ -142,6 +143,7 @@ def scaled_dim(module: nn.Module) -> int | None:
     if module._modules or module._buffers:
         return None
 
+    # The only tensor must be one parameter (C,).
     parameters = list(module._parameters.values())
     if len(parameters) != 1 or parameters[0] is None:
         return None

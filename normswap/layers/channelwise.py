@@ -44,7 +44,7 @@ class ChannelAffine(PlannedLayer, OwnLayer):
             like: An empty tensor with the dtype and device of the new tensors.
             mean: The recorded mean (C,) of a norm that stood here and is gone. Only its length is
                 read, as the number of channels.
-            recorded: Further records of that norm, which are not used.
+            recorded: Further records of the norm. They are not used.
         """
         act = affine.copied_activation(old)
         has_map = isinstance(old, OwnLayer) and old.PER_CHANNEL
@@ -57,6 +57,10 @@ class ChannelAffine(PlannedLayer, OwnLayer):
 
     @classmethod
     def invert(cls, old: nn.Module, now: ChannelAffine, reads: tuple[nn.Module, ...]) -> None:
+        """Set gamma and beta of the norm `old` so that it computes what `now` does.
+
+        A norm whose rounded s and t are those of `now` already is left as it is.
+        """
         scale, shift = affine.read_map(old)
         same_scale = torch.equal(scale.to(now.weight), now.weight)
         if same_scale and torch.equal(shift.to(now.bias), now.bias):
@@ -110,6 +114,11 @@ class ChannelBias(PlannedLayer, OwnLayer):
     def invert(
         cls, old: nn.Module, now: nn.Module, reads: tuple[nn.Module, ...], *, signed: bool
     ) -> None:
+        """Set beta of the norm `old` so that its t / |s| is the bias of `now`.
+
+        Raises:
+            RefusedError: `now` is no ChannelBias, or the norm has no beta.
+        """
         if not isinstance(now, ChannelBias):
             raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
 

@@ -101,6 +101,7 @@ class Folded(PlannedLayer):
         like: Tensor,
         **fold_options: Unpack[FoldOptions],
     ) -> Linearity:
+        """Return a copy of the layer that has absorbed its neighbours (`folded`)."""
         return folded(old, reads, like=like, **fold_options)
 
     @classmethod

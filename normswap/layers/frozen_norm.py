@@ -43,7 +43,7 @@ class FrozenNorm(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> nn.Module:
-        """Return the frozen norm; the arguments are those of `SiteNorm.replacing`."""
+        """Return the frozen norm. Its arguments are documented at `SiteNorm.replacing`."""
         live = SiteNorm.replacing(old, like=like, **measured)
         if live.act is None:
             new: nn.Module = FrozenBatchNorm(live.num_features, live.eps)
@@ -88,5 +88,5 @@ class EvalNorm(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> EvalNorm:
-        """Return the norm in eval mode; the arguments are those of `SiteNorm.replacing`."""
+        """Return the norm in eval mode. Its arguments are documented at `SiteNorm.replacing`."""
         return cls(SiteNorm.replacing(old, like=like, **measured))

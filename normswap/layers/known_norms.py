@@ -145,7 +145,7 @@ def register_norm(
             y = s * x + t per channel, which the module computes in eval mode.
         statistics: A function of a module of this class that returns mean and variance per channel,
             each (C,), of the module's input during training. With these statistics another norm
-            can take the module's place. A subclass of BatchNorm needs no such function.
+            can take the module's place. A subclass of BatchNorm keeps them by itself.
         per_sample: Whether the class normalizes each sample by its own statistics, over channels in
             dimension 1.
 
@@ -229,8 +229,8 @@ def has_the_tensors(module: nn.Module) -> bool:
 def measured_eps(module: nn.Module) -> float | None:
     """Return the eps with which a module equals the BatchNorm that has its four tensors.
 
-    The module's own eps and the usual ones are tried. None says that the module equals no such
-    BatchNorm.
+    The module's own eps and the usual ones are tried. None says that the module does not equal the
+    BatchNorm with any of them.
     """
     if not has_the_tensors(module):
         return None

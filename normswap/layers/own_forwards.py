@@ -47,6 +47,7 @@ class _FirstConvolution(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
+        """Run a function, or record the call and stop the forward if it is a convolution."""
         kwargs = kwargs or {}
         if func not in _CONV_FUNCTIONS:
             return func(*args, **kwargs)
@@ -73,8 +74,7 @@ def input_and_padding(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[Widths]]:
     """Return what a layer passes to torch's convolution for x (N, I, ...).
 
     Returns:
-        The input of that call, and the widths of the zeros that the call adds around it, for each
-        dimension.
+        The input of the call, and the widths of the zeros that the call adds around each dimension.
 
     Raises:
         TypeError: The layer calls no convolution.

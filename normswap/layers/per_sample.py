@@ -116,7 +116,7 @@ class Recentred(PlannedLayer):
         eps: float | None = None,
         lead: bool = False,
     ) -> nn.Module:
-        """Return the BatchNorm; the arguments are those of `GroupNorm.replacing`."""
+        """Return the BatchNorm. Its arguments are documented at `GroupNorm.replacing`."""
         # A registered norm may lack a BatchNorm's tensors, so a BatchNorm takes its place.
         if affine.is_registered(old):
             new: Any = SiteNorm.replacing(old, like=like)

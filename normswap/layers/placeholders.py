@@ -31,7 +31,7 @@ class Vacant(PlannedLayer, OwnLayer):
 class Holder(OwnLayer):
     """Base of layers that keep the layer that stood at their path, and add something to it.
 
-    The tensors of that layer are renamed to `inner.*`.
+    The tensors of the kept layer are renamed to `inner.*`.
     """
 
     def __init__(self, inner: nn.Module) -> None:

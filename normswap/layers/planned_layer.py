@@ -44,10 +44,15 @@ class PlannedLayer:
     OUTCOME: ClassVar[str] = "replaced"
 
     def __init_subclass__(cls, **options: object) -> None:
+        """Make the class known under its name.
+
+        Raises:
+            PlanError: Another class has the same name.
+        """
         super().__init_subclass__(**options)
         registered = _BY_NAME.setdefault(cls.__name__, cls)
 
-        # torch.export makes subclasses of what it records, under the same name.
+        # torch.export makes subclasses of the layers that it records, under the same name.
         if registered.__module__ != cls.__module__ and not issubclass(cls, registered):
             raise PlanError(
                 f"two layers are called {cls.__name__}", f"one is in {registered.__module__}"
@@ -95,8 +100,8 @@ class OwnLayer(nn.Module):
 
     Attributes:
         AFFINE: Whether the layer computes act(s * x + t). Then `as_affine` returns s and t.
-        PER_CHANNEL: Whether s and t may differ between channels, so that the layer can stand for a
-            norm that is gone.
+        PER_CHANNEL: Whether s and t may differ between channels, so that the layer can take the
+            place of a norm.
         SCALES: Whether s may be a number other than 1 or -1.
         HOLDS_STATISTICS: Whether the layer keeps the mean and variance of a norm.
         NORMALIZES: Whether the layer computes act(weight * normalized(x) + bias), which is not

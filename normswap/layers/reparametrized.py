@@ -178,7 +178,7 @@ def _has_known_parametrization(module: nn.Module) -> bool:
 def keeps_input_bias(module: nn.Module) -> bool:
     """Whether a layer has an input bias that no output bias can replace.
 
-    Zeros pad the input of such a layer, and the zeros do not get the bias.
+    The layer pads its input with zeros, and the zeros do not get the bias.
     """
     if not isinstance(module, InputBiased) or not module.in_bias.any():
         return False

@@ -126,6 +126,7 @@ class Shifted(PlannedLayer):
         like: Tensor,
         **fold_options: Unpack[FoldOptions],
     ) -> nn.Module:
+        """Return the folded layer (`folded`) with the scalar on its input."""
         new = folded(old, reads, like=like, **fold_options)
         if isinstance(new, reparametrized.InputBiased):
             return new

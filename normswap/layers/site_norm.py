@@ -62,6 +62,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
             raise ValueError(f"expected (N, C, ...), not {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
+        """Map (N, C, ...) to the same shape, in training one ghost batch after the other."""
         if self.training and self.ghost:
             batches = input.split(self.ghost_sizes(len(input)))
             x = torch.cat([_BatchNorm.forward(self, batch) for batch in batches])
@@ -147,6 +148,7 @@ class EmptyNorm(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> SiteNorm:
+        """Return a BatchNorm with gamma and beta of `old` and with statistics of 0 and 1."""
         act = affine.copied_activation(old)
         eps = getattr(old, "eps", 1e-5)
         new = SiteNorm(affine.channels(old), eps=eps, momentum=0.1, ghost=0, act=act)

@@ -150,7 +150,7 @@ class StandardizedConv(PlannedLayer):
             like: An empty tensor of the model's dtype. If that is float64, so is the result.
             mean: Whether each filter keeps its mean as one more parameter.
             padding: The padding of a convolution with a forward of its own
-                (`own_forwards.even_padding`). None means that of `old`.
+                (`own_forwards.even_padding`). None means the padding that `old` states.
             fold_options: Options of `folded`.
         """
         conv = folded(old, reads, like=like, **fold_options)

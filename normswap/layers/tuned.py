@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TunedOptions(FoldFactors, Measured, total=False):
-    """The options of `folded` that concern the layer alone, and those of `SiteNorm.replacing`."""
+    """The options of `folded` that concern the layer alone, and of `SiteNorm.replacing`."""
 
 
 class Tuned(PlannedLayer):

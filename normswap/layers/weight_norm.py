@@ -29,6 +29,7 @@ class WeightNorm(PlannedLayer):
     def replacing(
         cls, old: Linearity, *reads: nn.Module, like: Tensor, **fold_options: Unpack[FoldOptions]
     ) -> nn.Module:
+        """Return the folded layer (`folded`) with a weight norm that computes the same weight."""
         new = folded(old, reads, like=like, **fold_options)
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
@@ -54,9 +55,12 @@ class SpectralNorm(PlannedLayer):
     def replacing(
         cls, old: Linearity, *reads: nn.Module, like: Tensor, **fold_options: Unpack[FoldOptions]
     ) -> nn.Module:
+        """Return the folded layer (`folded`) with a spectral norm that computes the same weight."""
         new = folded(old, reads, like=like, **fold_options)
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
+
+        # A weight of zeros has no direction, so it gets one, and alpha = 0.
         is_zero = (weight == 0).all()
         new.weight.copy_(_direction(old, weight, is_zero, filter_dim))
         with seeded(weight.device):
