@@ -235,7 +235,7 @@ def _producer(
         NotFoldable: No such layer makes the values, something else reads its output, or the layer
             cannot absorb its neighbours.
     """
-    producers = [_made(builder, value, after_steps=after_steps) for value in values]
+    producers = [_maker(builder, value, after_steps=after_steps) for value in values]
     linear = builder.traced.module(producers[0])
     path = str(producers[0].target)
     if not isinstance(linear, kinds):
@@ -248,7 +248,7 @@ def _producer(
     return path
 
 
-def _made(builder: PlanBuilder, node: fx.Node, *, after_steps: bool) -> fx.Node:
+def _maker(builder: PlanBuilder, node: fx.Node, *, after_steps: bool) -> fx.Node:
     """Return the node that made a value, above the identities that passed it on.
 
     The search ends at a node that is read more than once, even if that node is an identity.

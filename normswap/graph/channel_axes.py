@@ -126,13 +126,13 @@ def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
         traced: The recorded network.
         is_identity: Returns whether a node passes its input on unchanged.
     """
-    axes = _Reading(traced, traced, traced.nodes, is_identity).axes()
+    axes = _LabelReader(traced, traced, traced.nodes, is_identity).axes()
     for record in traced.others:
-        resized = _Reading(traced, record, traced.nodes, is_identity).axes()
+        resized = _LabelReader(traced, record, traced.nodes, is_identity).axes()
         axes = {node: axis for node, axis in axes.items() if axis == resized.get(node)}
 
     for record in traced.alternatives:
-        axes |= _Reading(traced, record, record.nodes, is_identity).axes()
+        axes |= _LabelReader(traced, record, record.nodes, is_identity).axes()
     return axes
 
 
@@ -165,7 +165,7 @@ class _Label:
 _Labels: TypeAlias = _Label | tuple[_Label | None, ...]
 
 
-class _Reading:
+class _LabelReader:
     """Finds the labels of all values of one record.
 
     Args:
@@ -205,7 +205,7 @@ class _Reading:
             shape: The shape of its value, or a tuple of the shapes of its tensors.
         """
         if isinstance(shape, torch.Size):
-            label = self._written(node, shape)
+            label = self._beginning_label(node, shape)
             if label is not None:
                 return label
 
@@ -218,12 +218,12 @@ class _Reading:
         if self.is_identity(self.node_of[node]) or is_constant_mul(node) or is_map:
             return self.labels[sources[0]]
         if is_add(node) or scaled(self.traced, node):
-            return self._common(node, sources)
+            return self._common_label(node, sources)
         if is_step(self.traced, node) and all(source in self.labels for source in sources):
-            return self._moved(node, set(sources))
+            return self._labels_after(node, set(sources))
         return None
 
-    def _written(self, node: fx.Node, shape: torch.Size) -> _Label | None:
+    def _beginning_label(self, node: fx.Node, shape: torch.Size) -> _Label | None:
         """Return the label of a value whose channels begin here, or None for any other value.
 
         Channels begin at linear layers, LayerScales, norms and parameters. A parameter has its
@@ -246,7 +246,7 @@ class _Reading:
             return None
         return _Label(shape[dim], math.prod(shape[dim % len(shape) + 1 :]))
 
-    def _common(self, node: fx.Node, arms: list[fx.Node]) -> _Labels | None:
+    def _common_label(self, node: fx.Node, arms: list[fx.Node]) -> _Labels | None:
         """Return the label that both inputs of a sum, or of a product with a parameter, agree on.
 
         Args:
@@ -266,7 +266,7 @@ class _Reading:
             return label
 
         # Inputs of other shapes are broadcast, so each is labelled as it stands in the result.
-        labels = [self._moved(node, {arm}) for arm in arms if arm in self.labels]
+        labels = [self._labels_after(node, {arm}) for arm in arms if arm in self.labels]
         return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
 
     def _label_parameter(self, node: fx.Node, label: Any) -> None:
@@ -285,7 +285,7 @@ class _Reading:
             # An embedding that is added to maps has its channels in the maps' dimension.
             self.labels[node] = label
 
-    def _moved(self, node: fx.Node, carriers: set[fx.Node]) -> _Labels | None:
+    def _labels_after(self, node: fx.Node, carriers: set[fx.Node]) -> _Labels | None:
         """Return the labels after a step, found by running it on channel numbers.
 
         Args:
@@ -325,8 +325,8 @@ class _Reading:
         varies = node.target is F.pad and self.traced.flexible
         pure = all(label.pure for label in carried) and not varies
         if isinstance(moved, tuple | list):
-            return tuple(_recognized(tensor, *sizes, pure=pure) for tensor in moved)
-        return _recognized(moved, *sizes, pure=pure)
+            return tuple(_label_of_numbers(tensor, *sizes, pure=pure) for tensor in moved)
+        return _label_of_numbers(moved, *sizes, pure=pure)
 
     def _labels_of(self, nodes: set[fx.Node]) -> list[_Label]:
         """Return the labels of all labelled tensors among these nodes' values."""
@@ -340,7 +340,7 @@ class _Reading:
         return found
 
 
-def _recognized(numbers: object, size: int, *, pure: bool) -> _Label | None:
+def _label_of_numbers(numbers: object, size: int, *, pure: bool) -> _Label | None:
     """Return the label that gives these channel numbers, or None if no label does.
 
     Args:

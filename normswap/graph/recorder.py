@@ -173,14 +173,14 @@ class Recorder(TorchFunctionMode):
                 name = f"x{name}"
             node = self._add("placeholder", name, (), {}, value)
             node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))
-            self._set(value, node)
+            self._set_mark(value, node)
             return value
 
         entered = example.map(enter)
-        with intercepted(self._call), self:
+        with intercepted(self._run_module), self:
             result = entered.call(self.model)
 
-        nodes = [self._node(tensor) for _, tensor in named_tensors(result)]
+        nodes = [self._node_of(tensor) for _, tensor in named_tensors(result)]
         outputs = tuple(node for node in nodes if node is not None)
         self._add("output", "output", (outputs[0] if len(outputs) == 1 else outputs,), {}, None)
 
@@ -201,8 +201,8 @@ class Recorder(TorchFunctionMode):
 
         # The arguments become nodes before `func` may write to them.
         kind, target, positional, named = spelling.spelled(func, args, kwargs)
-        positional = self._mapped(positional)
-        named = self._mapped(named)
+        positional = self._with_nodes(positional)
+        named = self._with_nodes(named)
         versions = [version(tensor) for tensor in tensors]
         result = func(*args, **kwargs)
         overwritten = _written_since(tensors, versions)
@@ -217,14 +217,14 @@ class Recorder(TorchFunctionMode):
                 self.branches.append(next(reversed(self.around), ""))
 
         node = self._add(kind, target, positional, named, result)
-        return self._made(node, result, tensors, overwritten)
+        return self._mark_results(node, result, tensors, overwritten)
 
     def _run_untracked(self, func: Function, args: Args, kwargs: Kwargs) -> object:
         """Run a function that reads no tensor of the graph, and mark its results accordingly."""
         result = func(*args, **kwargs)
         for _, tensor in named_tensors(result):
             if id(tensor) not in self.named:
-                self._set(tensor, None)
+                self._set_mark(tensor, None)
         return result
 
     def _add(self, kind: str, target: Any, args: Any, kwargs: Any, value: object) -> fx.Node:
@@ -245,7 +245,7 @@ class Recorder(TorchFunctionMode):
             self.look(node.name, value)
         return node
 
-    def _made(
+    def _mark_results(
         self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]
     ) -> object:
         """Mark the tensors that a node overwrote and returned, and return its result.
@@ -262,8 +262,8 @@ class Recorder(TorchFunctionMode):
         is_leaf = node.op == "call_module"
         for tensor in overwritten:
             self._writes[memory(tensor)] = node
-            self._set(tensor, node)
-            mark = self._mark(tensor)
+            self._set_mark(tensor, node)
+            mark = self._mark_of(tensor)
             if is_leaf and mark is not None:
                 mark.written = True
 
@@ -274,15 +274,17 @@ class Recorder(TorchFunctionMode):
                 # A layer that returns its input gets a new tensor object on the same memory, for
                 # its own node.
                 result = torch.Tensor.detach(result)
-            self._set(result, node)
+            self._set_mark(result, node)
             return result
 
         for keys, tensor in spelling.places(result):
             if not any(tensor is argument for argument in tensors):
-                self._set(tensor, node, keys)
+                self._set_mark(tensor, node, keys)
         return result
 
-    def _set(self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()) -> None:
+    def _set_mark(
+        self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()
+    ) -> None:
         """Note which node made a tensor.
 
         Args:
@@ -292,11 +294,11 @@ class Recorder(TorchFunctionMode):
         """
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
-                self._keep(tensor, node)
+                self._remember(tensor, node)
             return
         setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
-    def _mark(self, tensor: Tensor) -> _Mark | None:
+    def _mark_of(self, tensor: Tensor) -> _Mark | None:
         """Return the note that this run made on a tensor, or None."""
         mark: _Mark | None = getattr(tensor, "__dict__", {}).get(_MARK)
         if mark is None or mark.run is not self:
@@ -315,26 +317,26 @@ class Recorder(TorchFunctionMode):
         """
         if id(tensor) in self.named or id(tensor) in self._known:
             return True
-        mark = self._mark(tensor)
+        mark = self._mark_of(tensor)
         return mark is None or mark.node is not None or self._is_rewritten(tensor, mark)
 
-    def _node(self, tensor: Tensor) -> fx.Node | None:
+    def _node_of(self, tensor: Tensor) -> fx.Node | None:
         """Return the node whose value is the tensor as it is now.
 
         The graph gets new nodes for a tensor without one: a parameter, a constant, an item of a
         collection, or a tensor that was overwritten.
         """
         if id(tensor) in self.named and id(tensor) not in self._known:
-            self._keep(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
+            self._remember(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
 
-        mark = self._mark(tensor)
+        mark = self._mark_of(tensor)
         if mark is None or mark.node is None:
             node = self._constant(tensor, stranger=mark is None)
             if mark is not None and self._is_rewritten(tensor, mark):
                 node = self._add_after(node, self._writes[memory(tensor)], tensor)
-                self._keep(tensor, node)
+                self._remember(tensor, node)
             return node
 
         # Each key becomes a node that takes the item out of its collection.
@@ -361,7 +363,7 @@ class Recorder(TorchFunctionMode):
         """Add the node of a tensor that `node` made and whose memory `write` has overwritten."""
         return self._add("call_function", spelling.after, (node, write), {}, tensor)
 
-    def _keep(self, tensor: Tensor, node: fx.Node) -> fx.Node:
+    def _remember(self, tensor: Tensor, node: fx.Node) -> fx.Node:
         """Note the node of a tensor that is not marked, and return the node."""
         self._known[id(tensor)] = (tensor, node, version(tensor))
         return node
@@ -377,24 +379,28 @@ class Recorder(TorchFunctionMode):
         self.constants[name] = tensor.detach().clone()
         if stranger:
             self.untracked[name] = next(reversed(self.around), "")
-        return self._keep(tensor, self._add("get_attr", name, (), {}, tensor))
+        return self._remember(tensor, self._add("get_attr", name, (), {}, tensor))
 
-    def _mapped(self, value: object) -> Any:
+    def _with_nodes(self, value: object) -> Any:
         """Return the arguments of an operation with nodes in place of tensors."""
         if isinstance(value, Tensor):
-            return self._node(value)
+            return self._node_of(value)
         if isinstance(value, slice):
-            return slice(*(self._mapped(entry) for entry in (value.start, value.stop, value.step)))
+            return slice(
+                *(self._with_nodes(entry) for entry in (value.start, value.stop, value.step))
+            )
         if isinstance(value, Mapping):
-            return {key: self._mapped(entry) for key, entry in value.items()}
+            return {key: self._with_nodes(entry) for key, entry in value.items()}
         if isinstance(value, torch.Size):
             return tuple(value)
         if isinstance(value, tuple | list):
-            entries = map(self._mapped, value)
+            entries = map(self._with_nodes, value)
             return list(entries) if type(value) is list else tuple(entries)
         return value
 
-    def _call(self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs) -> object:
+    def _run_module(
+        self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs
+    ) -> object:
         """Run a module that the forward calls: as a leaf, or as the modules and functions in it."""
         path = self.paths.get(id(module))
         if path is None and not self.resting and (module._parameters or module._buffers):
@@ -408,7 +414,7 @@ class Recorder(TorchFunctionMode):
         # If a module fails, `failed` keeps the path of the innermost one.
         try:
             if self._is_leaf(module, path):
-                return self._leaf(module, path, original, args, kwargs)
+                return self._run_leaf(module, path, original, args, kwargs)
             self.around.append(path)
             try:
                 result = original(module, *args, **kwargs)
@@ -420,7 +426,7 @@ class Recorder(TorchFunctionMode):
             raise
 
         if isinstance(result, Tensor) and self._is_tracked(result):
-            node = self._node(result)
+            node = self._node_of(result)
             if node is not None:
                 self.outputs.setdefault(node, []).append(path)
         return result
@@ -438,7 +444,7 @@ class Recorder(TorchFunctionMode):
         is_childless = not module._modules or id(module) in self.convolutions
         return is_childless or type(module).__module__.startswith("torch.nn")
 
-    def _leaf(
+    def _run_leaf(
         self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs
     ) -> object:
         """Run a leaf and add its node."""
@@ -452,8 +458,8 @@ class Recorder(TorchFunctionMode):
         self.resting = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
-            positional = self._mapped(args)
-            named = self._mapped(kwargs)
+            positional = self._with_nodes(args)
+            named = self._with_nodes(kwargs)
             versions = [version(tensor) for tensor in tensors]
 
             # The user's hooks do not run; the network's own run afterwards.
@@ -466,7 +472,7 @@ class Recorder(TorchFunctionMode):
             self.size_dependent = self.size_dependent or not isinstance(result, Tensor)
             node = self._add("call_module", path, positional, named, result)
             self.outputs.setdefault(node, []).append(path)
-            result = self._made(node, result, tensors, overwritten)
+            result = self._mark_results(node, result, tensors, overwritten)
         finally:
             self.resting = False
         return self._after_hooks(module, hooks, args, kwargs, result)
