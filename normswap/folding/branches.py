@@ -149,6 +149,7 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
             return _Arm(str(node.target), _source(builder, node), barrier)
         if _is_scale(module) and _may_join(builder, node):
             scale = scale or node
+
             # A norm may fold into a convolution before it, so the search goes on. An own layer
             # stays, so it makes the term.
             if isinstance(module, OwnLayer):

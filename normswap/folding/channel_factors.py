@@ -104,9 +104,12 @@ class Channels:
         sources = inputs(node)
         arms = [self._channels_of.get(source) for source in sources]
         module = self.traced.module(node)
+
+        # A linear layer ends the channels that it reads and begins new ones.
         if isinstance(module, (*CONVOLUTIONS, nn.Linear)) and self._is_usable(node, module):
             width: int = module.weight.shape[1] * getattr(module, "groups", 1)
             reads = self._channels_of.get(sources[0])
+            # Inputs that are not followed, or not one by one, keep the factor 1.
             if reads is None or len(reads) != width:
                 self._fix(arms)
                 reads = [FIXED] * width
@@ -138,6 +141,8 @@ class Channels:
         """
         if not any(arms):
             return None
+
+        # A concatenation along the channels joins them.
         if (
             node.target is torch.cat
             and all(arms)
@@ -182,6 +187,7 @@ class Channels:
             return None
 
         module = self.traced.module(node)
+        # The bias of a shift can take up one set of factors only, so the layer may be called once.
         if module is not None and _shifts(module):
             is_free = self.builder.anatomy.takes_part(str(node.target))
             return channels if is_free and self.traced.called(module) <= 1 else None

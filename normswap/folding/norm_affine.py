@@ -88,6 +88,7 @@ def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module)
     def passes(node: fx.Node) -> bool:
         return builder.is_identity(node) or channel_axes.is_step(traced, node)
 
+    # The pairs of a value with the norm's channels and the node that reads it.
     readings: list[tuple[fx.Node, fx.Node]] = []
     for call in traced.calls[id(norm)]:
         readings += readers(builder, call, passes)
@@ -189,7 +190,8 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str,
     def is_step(node: fx.Node) -> bool:
         return channel_axes.is_step(traced, node)
 
-    # The value that the parameter multiplies, by the node of the product.
+    # Every reader of the parameter must be a product. The value that it multiplies is noted by the
+    # node of the product.
     value_of: dict[fx.Node, fx.Node] = {}
     for start in (*traced.nodes, *traced.alternative_nodes):
         if start.op != "get_attr" or start.target != parameter:

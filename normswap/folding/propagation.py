@@ -184,6 +184,7 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
         is_homogeneous_step = node.target in _SCALAR_FUNCTIONS or is_constant_mul(node)
         return is_homogeneous_step or propagates_scale(builder, node)
 
+    # Readers that pass the scalar on are followed to the linear layers behind them.
     paths: list[str] = []
     for user in builder.traced.users[start]:
         if user in main:
@@ -209,6 +210,7 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
         linear: The layer itself.
         once: Whether the layer must be called only once.
     """
+    # The plan replaces a reparametrized layer by a plain one, whose forward is torch's.
     is_replaced = reparametrized.is_reparametrized(linear)
     is_known = type(linear).forward in _LINEAR_FORWARDS and not own_forwards.is_patched(linear)
     if not is_replaced and not is_known and not own_forwards.computes(linear):
@@ -260,6 +262,7 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
     Raises:
         NotFoldable: A scale cannot pass a step between the linear layer and `node`.
     """
+    # Go up to a linear layer. Whatever else reads a value on the way must divide by c.
     passed = {before}
     divided: list[str] = []
     while True:
@@ -301,6 +304,7 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
     if any(user not in by for user in builder.traced.users[node]):
         _compensate(builder, node, factor, by)
 
+    # A linear layer absorbs the factor.
     module = builder.traced.module(node)
     if isinstance(module, LINEAR):
         path = str(node.target)
@@ -308,12 +312,14 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
         builder.linear(path).gain *= factor
         return [path]
 
+    # A sum passes the factor to both its arms.
     if is_add(node):
         paths: list[str] = []
         for arm in inputs(node):
             paths += enlarge(builder, arm, factor, {node})
         return paths
 
+    # Every other step passes the factor to its main input, if the step commutes with it.
     above = builder.traced.main_input(node)
     is_scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
     if above is None or not (is_mul(node) or is_scalar or propagates_scale(builder, node)):
@@ -347,6 +353,7 @@ def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
         path: The path of the module.
         ends: The nodes at which the search stops.
     """
+    # Follow the readers of the module's output until none is new.
     visited = set(builder.traced.calls[id(builder.traced.modules[path])])
     ahead = list(visited)
     while ahead:

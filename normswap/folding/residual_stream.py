@@ -196,6 +196,7 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
             f"{path} writes to it, whose groups of filters have no mean in common to leave out"
         )
 
+    # Every output of the layer, or of the LayerScale behind it, must be a value of the stream.
     _, outputs = stream.scales.get(path, ("", builder.traced.calls[id(linear)]))
     if any(output not in stream.values for output in outputs):
         raise NotFoldable(f"{path} writes to it, and elsewhere too")

@@ -213,6 +213,8 @@ class _LabelReader:
         if not any(source in self.labels for source in sources):
             return None
 
+        # Identities, products with a number and affine maps keep the labels. Sums, and steps that
+        # move elements, may change them.
         module = self.traced.module(node)
         is_map = module is not None and affine.is_affine(module)
         if self.is_identity(self.node_of[node]) or is_constant_mul(node) or is_map:
@@ -229,6 +231,7 @@ class _LabelReader:
         Channels begin at linear layers, LayerScales, norms and parameters. A parameter has its
         channels last.
         """
+        # An integer tensor, such as an index, has no channels.
         if node.op == "get_attr":
             if not shape or not self.record.fetch(str(node.target)).is_floating_point():
                 return None

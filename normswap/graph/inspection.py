@@ -138,12 +138,14 @@ class _GraphReader(NodeReader):
         common = self.traced.above(first) & self.traced.above(second)
         if not common:
             return None
+
         # The fork is the last node that both arms are computed from.
         fork = self.nodes[common.bit_length() - 1]
         if fork.target in _SPLITS:
             # The arms read different channels, so neither is the other's skip (Res2Net).
             return None
 
+        # Count the linear layers on each arm behind the fork.
         arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (first, second)}
         linears = {arm: sum(self.is_linear(node) for node in arms[arm]) for arm in arms}
         skip, branch = sorted((first, second), key=lambda arm: linears[arm])
@@ -154,6 +156,7 @@ class _GraphReader(NodeReader):
             # The sum merges levels of a pyramid (Lin et al. 2017, figure 3).
             return None
 
+        # A module that adds several times has several blocks, which are numbered.
         container = next(reversed(total.meta["inside"]), "")
         counts[container] += 1
         path = container
@@ -361,7 +364,8 @@ class _GraphReader(NodeReader):
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
 
-        # A fork outside of the block's module is the end of the block before.
+        # The fork may belong to the block, whose norm or activation then comes before both arms.
+        # Otherwise the fork is the end of the block before.
         inside_block = container in ("", *fork.meta["inside"])
         if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
