@@ -111,6 +111,7 @@ def _terms(
         inner_sums: The sums that are terms of others. Those that are met are added.
     """
     for end in inputs(node):
+        # Go up through identities, which may be barriers, to the module or sum that makes the term.
         arm_barrier = barrier
         while _passes(builder, end) and len(builder.traced.users[end]) == 1:
             if not isinstance(builder.traced.module(end), nn.Identity | Vacant | None):

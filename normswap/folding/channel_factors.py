@@ -181,13 +181,14 @@ class Channels:
             source: The only node that it reads.
             channels: The channels of `source`.
         """
+        # A tuple of tensors is not followed.
         before = source.meta["shape"]
         after = node.meta["shape"]
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
 
-        module = self.traced.module(node)
         # The bias of a shift can take up one set of factors only, so the layer may be called once.
+        module = self.traced.module(node)
         if module is not None and _shifts(module):
             is_free = self.builder.anatomy.takes_part(str(node.target))
             return channels if is_free and self.traced.called(module) <= 1 else None

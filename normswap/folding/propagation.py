@@ -346,7 +346,7 @@ def _compensate(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.N
 
 
 def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
-    """Whether the network's output depends on a module otherwise than through `ends`.
+    """Whether the network's output depends on a module through other nodes than `ends`.
 
     Args:
         builder: The plan in the making.

@@ -357,10 +357,9 @@ def _label_of_numbers(numbers: object, size: int, *, pure: bool) -> _Label | Non
 
     flat = numbers.flatten()
     nonzero = flat != 0
-    # The length of the first run of equal numbers: 0 where all are equal.
-    first_run = int((flat != flat[0]).to(torch.uint8).argmax())
     # The channels may fill a dimension of the value, or lie in runs inside one. The stride of every
-    # dimension is tried, and then the length of the first run.
+    # dimension is tried, and then the length of the first run, which is 0 if all numbers are equal.
+    first_run = int((flat != flat[0]).to(torch.uint8).argmax())
     strides = [math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim)]
     for stride in dict.fromkeys([*strides, first_run]):
         if not stride or len(flat) % (size * stride):

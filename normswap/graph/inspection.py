@@ -197,6 +197,7 @@ class _GraphReader(NodeReader):
             branch: The node of the arm's value.
             on_branch: The nodes of the arm.
         """
+        # If no linear layer is met, `last` is the topmost node: a sum, or the first on the arm.
         last = branch
         for last in self._upwards(branch, on_branch):
             if isinstance(self.traced.module(last), LINEAR):
@@ -288,6 +289,7 @@ class _GraphReader(NodeReader):
             fork: The node at which the block's arms part.
             container: The path of the module whose forward adds the arms.
         """
+        # Go up from the fork, as long as one value leads to it from inside the block.
         node: fx.Node | None = fork
         while node is not None and container and container in node.meta["inside"]:
             if self.is_norm(node):

@@ -191,6 +191,8 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.resting:
             return func(*args, **kwargs)
+
+        # A question for a shape or dtype is answered, but is no operation of the graph.
         self.size_dependent = self.size_dependent or spelling.asks_size(func)
         if spelling.is_plain(func):
             return func(*args, **kwargs)
@@ -292,6 +294,7 @@ class Recorder(TorchFunctionMode):
             node: The node that made it. None says that it was made without the network's input.
             keys: The keys that lead from the node's value to the tensor.
         """
+        # A tensor of the network is not marked, because the mark would outlive the run.
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
                 self._remember(tensor, node)

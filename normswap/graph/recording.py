@@ -428,6 +428,7 @@ def _does_not_run(
         for tensor in (*model.parameters(), *model.buffers())
         if tensor.is_floating_point() or tensor.is_complex()
     ]
+    # Mixed dtypes are the likely cause. A dictionary keeps their order.
     dtypes = {
         str(tensor.dtype).removeprefix("torch."): None for tensor in (*tensors, example.images)
     }

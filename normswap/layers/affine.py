@@ -363,7 +363,7 @@ def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
     if not isinstance(gamma, Tensor):
         raise RefusedError("cannot unfold", "the norm has no gamma to take up what was learned")
 
-    # s is proportional to gamma, so it is read once with gamma = 1.
+    # s is proportional to gamma, so s is read once with gamma = 1.
     gamma.fill_(1)
     unit_scale = read_map(norm)[0]
     gamma.copy_(scale / unit_scale)

@@ -190,6 +190,7 @@ def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
         padding: tuple[int, ...] | str = layer.padding
         return padding
 
+    # torch pads evenly, and equally for inputs of every size.
     first, *others = _widths_by_size(layer)
     is_uneven = any(begin != end for begin, end in first)
     if is_uneven or any(widths != first for widths in others):

@@ -16,6 +16,7 @@ def seeded(*devices: torch.device, seed: int = 0) -> Iterator[None]:
     """
     accelerators = [device for device in devices if device.type not in ("cpu", "meta", "mps")]
 
+    # Each fork restores its generator when the block ends.
     with ExitStack() as forks:
         forks.enter_context(torch.random.fork_rng(devices=[]))
         torch.default_generator.manual_seed(seed)
