@@ -82,9 +82,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 def has_broken_statistics(module: nn.Module) -> bool:
     """Return whether running statistics are not finite, or a variance is below zero."""
-    mean = module._buffers.get("running_mean")
-    variance = module._buffers.get("running_var")
-    if mean is None or variance is None or is_lazy(variance):
+    mean = getattr(module, "running_mean", None)
+    variance = getattr(module, "running_var", None)
+    if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or is_lazy(variance):
         return False
 
     are_finite = bool(torch.isfinite(mean).all()) and bool(torch.isfinite(variance).all())

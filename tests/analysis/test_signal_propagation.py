@@ -134,7 +134,10 @@ def stacked(branch: Callable[[], nn.Module], x: Tensor, depth: int) -> list[Poin
 
 
 def fully_connected(depth: int, width: int, norm: bool, relu: bool) -> list[Point]:
-    """The networks of De & Smith's figures 2 (a), 2 (b) and 5, as appendices B and C have them."""
+    """The networks of De & Smith's figures 2 (a), 2 (b) and 5.
+
+    They are set as in De & Smith's appendix B and appendix C.
+    """
 
     def layer(inputs: int = width) -> nn.Module:
         linear = nn.Linear(inputs, width, bias=False)

@@ -165,7 +165,7 @@ EARLY: list[Mistake] = [
         ("no/p.json", "there is no directory no"),
     ),
     ("no plan", None, PLAN, ("cannot read the plan p.json",)),
-    ("plan no JSON", text("p.json", b"{"), PLAN, ("p.json is not JSON",)),
+    ("plan no JSON", text("p.json", b"{"), PLAN, ("p.json: it is not JSON",)),
     ("plan of the future", plan(lambda body: body.update(version=99)), PLAN, ("version 99",)),
     ("output exists", text("out", b""), CONVERT, ("out is a file",)),
     (
@@ -243,12 +243,6 @@ LATE: list[Mistake] = [
         ("holds no plan. Name what `normswap convert` wrote",),
     ),
     ("unknown layer in a plan", edit(layer="Nope"), PLAN, ("Nope",)),
-    (
-        "plan is wrong",
-        edit(path="bn1", layer="Vacant", reads=[]),
-        PLAN,
-        ("is wrong", "relative L2"),
-    ),
     (
         "a factory that leaves",
         text("leaving.py", b"import sys\ndef net(): sys.exit('bye')\n"),
@@ -328,6 +322,11 @@ def test_a_mistake_is_one_line(mistake: Mistake, here: Path, capfd: Capture) -> 
     if lay is not None:
         lay(here)
     refused(arguments, said, here, capfd)
+
+
+def test_a_plan_with_a_wrong_result_ends_with_one(here: Path, capfd: Capture) -> None:
+    edit(path="bn1", layer="Vacant", reads=[])(here)
+    refused(PLAN, ("is wrong", "relative L2"), here, capfd, code=1)
 
 
 def test_mistakes_of_the_command_line_are_said_before_torch_is_imported(here: Path) -> None:

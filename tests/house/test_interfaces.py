@@ -32,8 +32,9 @@ LIMITS = {
     "commands": 18,
     "options of convert": 42,
     "options of export": 30,
-    # Five of them lead to `reading`, where issue 68 wants every JSON and YAML to be read.
-    "arrows between rooms": 137,
+    # Five of them lead to `reading`, where every JSON and YAML is read with bounds, and one to
+    # `copying`, with which `--for opacus` looks at every layer.
+    "arrows between rooms": 138,
     "files that convert loads": 70,
 }
 

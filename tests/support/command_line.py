@@ -113,14 +113,22 @@ def files(folder: Path) -> dict[str, bytes | None]:
 DEMO = ("convert", MODEL, "--to")
 
 
-def refused(arguments: tuple[str, ...], parts: tuple[str, ...], here: Path, capfd: Capture) -> None:
+def refused(
+    arguments: tuple[str, ...],
+    parts: tuple[str, ...],
+    here: Path,
+    capfd: Capture,
+    *,
+    code: int = 2,
+) -> None:
     """Run a command that must be refused.
 
-    Its exit code is 2, stderr is one line that has all of `parts`, and no file has changed.
+    Its exit code is `code` (2 for bad input, 1 for a wrong result), stderr is one line that has
+    all of `parts`, and no file has changed.
     """
     before = files(here)
     capfd.readouterr()
-    assert main(arguments) == 2
+    assert main(arguments) == code
 
     out, err = capfd.readouterr()
     assert out == ""

@@ -303,7 +303,10 @@ STORAGE = (
         STORED,
     ),
     Planted(
-        "a hash is of names alone", "models.weight_files:_own_hash", answers(b""), STORED + WEIGHTS
+        "a hash is of names alone",
+        "models.weight_files:_hash_of_values",
+        answers(b""),
+        STORED + WEIGHTS,
     ),
     Planted(
         "weights that are not finite are taken",
