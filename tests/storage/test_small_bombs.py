@@ -195,7 +195,17 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
+# Some ten thousand layers are built before it is refused, which takes half a minute.
+SLOW = {"a million blocks"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow) if case in SLOW else pytest.param(case)
+        for case in ARGUMENTS
+    ],
+)
 def test_arguments_of_timm(case: str, saved: Path, tmp_path: Path) -> None:
     """In the header of a saved network, and in a directory of timm's layout."""
     name = next(iter(ARGUMENTS[case]))
