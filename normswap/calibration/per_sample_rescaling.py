@@ -213,7 +213,10 @@ class NormInputs:
         return NormInputs(means, squares, self.var, self.effect, self.eps)
 
     def least_costly(self) -> Tensor:
-        """Return signed scales (C,) with a low loss, which keep each group's mean variance."""
+        """Return a signed scale per channel (C,) with a low loss.
+
+        The variance, averaged over the channels of a group, stays as it was.
+        """
         scale = self._with_mean_variance(self._by_cost())
         x = self.means * scale[:, None] / self.means.shape[1] ** 0.5
         signs = np.stack([least_sum(group.T @ group) for group in x.double().numpy()])

@@ -221,7 +221,11 @@ def _filters(layer: Linearity) -> Tensor:
 
 
 def dead_gammas(case: Case) -> Iterator[Finding]:
-    """Find norms with a gamma of 0 in more than a tenth of their channels."""
+    """Find norms with a gamma of 0 in more than a tenth of their channels.
+
+    Norms that start at 0 and are not trained yet are left out, and so are channels that no signal
+    reaches.
+    """
     zeros: dict[StoredNorm, int] = {}
     for site in case.sites:
         is_new = site.starts_at_init and site.is_untouched

@@ -129,12 +129,12 @@ class Format:
         return total
 
     def write(self, contents: FileContents, file: Path, how: Quantization | None = None) -> None:
-        """Write the file, and its part beside it.
+        """Write the file, and the second file in which some formats keep their weights.
 
         Args:
             contents: The network and its metadata.
             file: The path to write.
-            how: The input of the quantizer, for a file in int8.
+            how: How to quantize to int8; None leaves the numbers as they are.
 
         Raises:
             RefusedError: The format cannot express the network. The message says why.

@@ -267,7 +267,7 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
 
 
 def _holds(main_side: range, side: range) -> bool:
-    """Whether the taps of one side of a kernel have the centre and all taps of another's.
+    """Whether, in one dimension, a kernel reads position 0 and all that another kernel reads.
 
     Args:
         main_side: The positions that the larger kernel reads in one dimension (`tap_offsets`).

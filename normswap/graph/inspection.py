@@ -383,7 +383,8 @@ class _GraphReader(NodeReader):
     def classifier(self) -> fx.Node | None:
         """Return the node of the last linear layer, if no norm stands between it and the output.
 
-        Only steps with one input may stand there.
+        Only steps with one input may stand there. Of several outputs, or of a step that reads
+        several values, the layer has to be the first.
         """
         output = self.nodes[-1]
         linears = [node for node in self.on(self.traced.above(output)) if self.is_linear(node)]

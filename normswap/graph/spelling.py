@@ -112,7 +112,7 @@ def asks_size(func: Function) -> bool:
 
 
 def _property(func: Function) -> str | None:
-    """Return the name of the tensor's property that `func` gets; None for a function or method."""
+    """Return the property's name if `func` is its getter (`Tensor.shape.__get__`), else None."""
     if getattr(func, "__name__", "") != "__get__":
         return None
     return getattr(getattr(func, "__self__", None), "__name__", None)

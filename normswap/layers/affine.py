@@ -134,7 +134,8 @@ def has_average(module: nn.Module) -> bool:
     """Whether a BatchNorm can take the place of this norm and equal it for an average sample.
 
     This holds for a norm with channels in dimension 1 that takes its statistics from each sample or
-    position. Its forward must be believed, and it may have no hooks and no running statistics.
+    position. Its forward must be believed. It may have no hooks, no running statistics, and no
+    arithmetic in float32 whatever its input is.
     """
     kind = known_norms.kind_of(module)
     if kind is None or kind.dim != 1 or kind.single:

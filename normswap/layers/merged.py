@@ -115,7 +115,7 @@ def _at_tap(kernel: Tensor, tap: Sequence[int]) -> Tensor:
 
 
 def _add_scale(weight: Tensor, main: _ConvNd, scale: Tensor) -> None:
-    """Add scale * x, per channel (O,), to the weight of `main`, at the tap of offset 0."""
+    """Add a skip to `weight`, the kernel of `main`: scale (O,) times the input, at offset 0."""
     channel = torch.arange(len(weight), device=weight.device)
     center_tap = [side.index(0) for side in tap_offsets(main)]
 

@@ -374,11 +374,13 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
     while node is not None:
         module = traced.module(node)
         if moments := norm_moments(anatomy, node):
+            # The norm may have an activation of its own, which comes first.
             if module is not None and (act := affine.activation(module)) is not None:
                 acts.append(act)
             return _through(acts[::-1], *moments)
         if module is None or len(list(module.parameters())):
             break
+        # Whether it is elementwise is seen in `_through`.
         acts.append(module)
         node = traced.main_input(node)
 

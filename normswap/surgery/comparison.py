@@ -655,7 +655,10 @@ def _has_foreign_layers(anatomy: Anatomy) -> bool:
 def _error_of_larger(
     source: Network, result: nn.Module, allowed: float, precise: Precise | None
 ) -> Error | None:
-    """The error of the first image at ten times its scale, if that is finite and not allowed."""
+    """Return the error for ten times the first image, if it is finite and above `allowed`.
+
+    Else None is returned.
+    """
     network = source.module
     precision = str(source.dtype).removeprefix("torch.")
 

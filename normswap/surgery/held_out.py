@@ -82,7 +82,10 @@ def _hashes(call: Example) -> list[bytes]:
 
 
 def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
-    """The samples whose hashes are not in `fitted_to`, or None; adds their hashes."""
+    """Return the samples of a call that were not fitted to, or None if all were.
+
+    The hashes of those samples are added to `fitted_to`, so that each counts once.
+    """
     hashes = _hashes(call)
     if not hashes:
         return call

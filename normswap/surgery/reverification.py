@@ -39,7 +39,7 @@ def recorded(result: nn.Module, directory: Path) -> str:
 
 
 def how(result: nn.Module) -> Body:
-    """The options for opening the source (`recorded`)."""
+    """Return the options with which the source of a result is opened; none if it has no record."""
     record = provenance.of(result)
     if record.arch is None:
         return {}
@@ -48,6 +48,7 @@ def how(result: nn.Module) -> Body:
     trusted = kinds.by_builder(record.arch.builder).foreign
     options: Body = {"arch_args": record.arch.kwargs, "named": False, "trust_factory": trusted}
     options["inputs"] = record.pretrained_cfg.get("inputs")
+    # A file holds weights only, so it needs the architecture.
     if Path(record.source).is_file():
         options["arch"] = kinds.named(record.arch)
     if record.pretrained_cfg.get("input_size"):

@@ -169,7 +169,8 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
 def read_slurm() -> None:
     """Set torchrun's variables from SLURM's, if srun has started this process.
 
-    Only srun sets SLURM_STEP_ID: a batch script is one process, and has SLURM_NTASKS, too.
+    SLURM_STEP_ID tells, as only srun sets it. SLURM_NTASKS does not: a batch script has it as
+    well, and is a single process.
 
     Raises:
         OptionError: The address where the processes meet is not set.

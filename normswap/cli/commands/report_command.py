@@ -37,7 +37,7 @@ def run(
 ) -> int:
     """Write what was done and measured as one HTML page.
 
-    It loads nothing from anywhere. With --data both networks are evaluated, and the signal is
+    The page is complete in itself: a browser loads nothing else for it. With --data both networks are evaluated, and the signal is
     measured on those images.
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
