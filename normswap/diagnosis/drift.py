@@ -331,8 +331,8 @@ def _far_off(case: Case, drifts: list[Drift], off: list[Drift]) -> Finding:
     """
     worst = max(off, key=lambda drift: drift.mean + drift.log_var)
 
-    # Other images make a difference from the first norm on: it drifts far, or by other fine details.
-    # If the first norm fits, the images are not the cause.
+    # Other images make a difference from the first norm on, which drifts far, or by other fine
+    # details. If the first norm fits, the images are not the cause.
     by_images = off[0] is drifts[0] or drifts[0].has_other_details
     cause = (
         "the stem fits these images, so the statistics are wrong, or the gammas and weights before"

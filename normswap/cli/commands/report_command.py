@@ -37,8 +37,8 @@ def run(
 ) -> int:
     """Write what was done and measured as one HTML page.
 
-    The page is complete in itself: a browser loads nothing else for it. With --data both networks are evaluated, and the signal is
-    measured on those images.
+    The page is complete in itself: a browser loads nothing else for it. With --data both networks
+    are evaluated, and the signal is measured on those images.
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
     file = output or Path(f"{directory.resolve().name}.html")
