@@ -380,7 +380,7 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
             return _through(acts[::-1], *moments)
         if module is None or len(list(module.parameters())):
             break
-        # Whether it is elementwise is seen in `_through`.
+        # A layer without parameters is taken for elementwise: only the rescaling depends on it.
         acts.append(module)
         node = traced.main_input(node)
 
