@@ -36,7 +36,7 @@ COMMANDS: dict[str, list[str]] = {
 RECIPE = """summary: x
 source: x
 model: {name: demo}
-data: {root: d, batch_size: 8, workers: 1}
+data: {root: d, batch_size: 8, workers: 0}
 optim: {name: sgd, lr: 0.001}
 train: {epochs: 2, checkpoint: 3}
 """
