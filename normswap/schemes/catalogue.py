@@ -279,6 +279,7 @@ TARGETS: dict[str, Scheme] = {
             " Shao et al. 2020, arXiv:2001.07094"
         ),
         on_branches=True,
+        keeps_blocks=False,
         options=(
             Option("rule", str, "rescale", "the published rule that gives a and b", choices=_RULES),
         ),

@@ -241,6 +241,8 @@ class Scheme:
         starts_from: The scheme that a network without norms is brought to first.
         on_branches: Whether it places a layer at the end of residual branches, which must not end
             in a factor of their own.
+        keeps_blocks: Whether an exact result has the source's values at the ends of the residual
+            blocks, too. A scheme that rescales the residual stream has other values there.
         may_do_nothing: Whether a plan without edits is allowed.
         training: The properties of the result that a run in training mode proves. None if nothing
             has to be proved.
@@ -261,6 +263,7 @@ class Scheme:
     settle: Callable[[nn.Module, nn.Module, Step], None] | None = None
     starts_from: str | None = None
     on_branches: bool = False
+    keeps_blocks: bool = True
     may_do_nothing: bool = False
     training: TrainingProof | None = None
     decay: str = "kim2022"

@@ -14,7 +14,7 @@ import torch
 from timm import layers as timm_layers
 from torch import nn
 
-from normswap import copying
+from normswap import copying, schemes
 from normswap.errors import PlanError, first_line
 from normswap.layers import affine, placeholders
 from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
@@ -172,9 +172,18 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def keeps_streams(steps: Sequence[Step]) -> bool:
-    """Whether the steps keep the values between blocks; a stream without its mean has others."""
+    """Whether the steps keep the values between blocks.
+
+    A stream that a scheme rescales has others, and so has a stream without its mean.
+    """
+    rescaled = not all(schemes.of(step).scheme.keeps_blocks for step in steps)
+    return not rescaled and not centres_streams(steps)
+
+
+def centres_streams(steps: Sequence[Step]) -> bool:
+    """Whether the steps take the mean out of a residual stream, as `rmsnorm` does."""
     edits = itertools.chain.from_iterable(step.edits for step in steps)
-    return not any(edit.args.get("centred") for edit in edits)
+    return any(edit.args.get("centred") for edit in edits)
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:

@@ -229,7 +229,8 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
             ),
         )
 
-    keeps_blocks = applying.keeps_streams([step])
+    # A stream that an earlier step rescaled may get its own scale back.
+    keeps_blocks = applying.keeps_streams([*network.provenance.plan.steps, step])
     report = comparison.compare(
         network, result, exact=exact, precise=precise, keeps_blocks=keeps_blocks
     )

@@ -337,7 +337,7 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
             source, lambda: applying.apply(source.module, steps, double=True)
         )
 
-    keeps_blocks = applying.keeps_streams(steps)
+    keeps_blocks = applying.keeps_streams([*source.provenance.plan.steps, *steps])
     report = comparison.compare(
         source, last.model, exact=exact, precise=precise, keeps_blocks=keeps_blocks
     )
@@ -376,7 +376,8 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
 
     # Rounded weights of a stream that was centred for an RMSNorm have a small mean, which float64
     # would show.
-    rounded = not applying.keeps_streams(network.provenance.plan.steps)
+    steps = network.provenance.plan.steps
+    rounded = applying.centres_streams(steps)
     precise = None
     if not rounded:
         precise = comparison.compare_double(
@@ -384,7 +385,8 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         )
 
     result = unfolding.unfold(network)
-    report = comparison.compare(network, result.module, precise=precise, keeps_blocks=not rounded)
+    keeps_blocks = applying.keeps_streams(steps)
+    report = comparison.compare(network, result.module, precise=precise, keeps_blocks=keeps_blocks)
     if report.unproved:
         comparison.require_passed(network, report, to)
 

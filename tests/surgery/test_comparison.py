@@ -458,3 +458,17 @@ def test_noise_of_two_sizes_where_the_network_takes_the_first(least: int, sides:
             return super().forward(x)
 
     assert [x.images.shape[-1] for x in running.noise(Least(3, 4, 3), (3, 128, 128))] == sides
+
+
+@pytest.mark.parametrize("then", ["folded", "unfold"])
+def test_a_stream_that_is_rescaled_is_judged_at_the_outputs(then: str) -> None:
+    """Residual scaling gives a v1 block another scale, and what comes after it may take it back."""
+    torch.manual_seed(0)
+    model = timm.create_model("resnet18", channels=(4, 4, 8, 8), num_classes=5).eval()
+
+    scaled = normswap.convert(model, "residual-scale", input_size=(3, 64, 64))
+    after = normswap.convert(scaled, then, input_size=(3, 64, 64))
+
+    assert scaled.report.verdict == "PROVED"
+    assert after.report.verdict == "PROVED"
+    assert any(site.relative_l2 > 1e-3 for site in scaled.report.sites)
