@@ -62,8 +62,14 @@ code = app.main(sys.argv[1:])
 sys.setprofile(None)
 print(json.dumps({"code": code, "first": first, "calls": sorted(calls)}), file=sys.stderr)
 """
-# These call upwards: a network that runs calls the hooks and forwards that other rooms put on it.
-RUNNING = {"models/calling.py", "models/modes.py", "layers/scalars.py"}
+# These call upwards: a network that runs calls the hooks and forwards that other rooms put on it, and
+# `network_input.require_module` asks a conversion for its module.
+RUNNING = {
+    "layers/scalars.py",
+    "models/calling.py",
+    "models/modes.py",
+    "models/network_input.py",
+}
 
 
 def flow() -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from support.lived_in_networks import lived_in, run, step
 from torch import Tensor, nn
 
+import normswap
 from normswap.errors import NormswapError, PlanError, VerificationError
 from normswap.plan import AbsorbMode, Absorption, Edit, Step
 from normswap.surgery import applying, carrying_out, comparison, conversion, running
