@@ -62,8 +62,8 @@ code = app.main(sys.argv[1:])
 sys.setprofile(None)
 print(json.dumps({"code": code, "first": first, "calls": sorted(calls)}), file=sys.stderr)
 """
-# These call upwards: a network that runs calls the hooks and forwards that other rooms put on it, and
-# `network_input.require_module` asks a conversion for its module.
+# These call upwards: a network that runs calls the hooks and forwards that other rooms put on it,
+# and `network_input.require_module` asks a conversion for its module.
 RUNNING = {
     "layers/scalars.py",
     "models/calling.py",
