@@ -131,7 +131,7 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
 
     It computes what timm's `adaptive_clip_grad` computes, with a fifth of the kernels, except that
     the classifier is left alone, and that the outputs of a transposed convolution are found in
-    dimension 1 of its weight. It returns nothing.
+    dimension 1 of its weight.
 
     Args:
         model: The network after `backward`, and after its gradients were unscaled.
@@ -139,6 +139,9 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
             Norms of weights below 1e-3 count as 1e-3.
         head: The classifier. The default is the layer that gives the logits, which is looked for at
             the first call.
+
+    Returns:
+        Nothing: the gradients are changed in place.
 
     Raises:
         OptionError: No layer is known to give the logits.
