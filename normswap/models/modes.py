@@ -124,10 +124,13 @@ def full_precision() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
         with ExitStack() as stack:
-            for device in ("cpu", torch.accelerator.current_accelerator()):
-                name = str(device).partition(":")[0]
-                if device is not None and torch.is_autocast_enabled(name):
-                    stack.enter_context(torch.autocast(name, enabled=False))
+            kinds = ["cpu"]
+            # Up to torch 2.6 asking for an accelerator that is not there is an error.
+            if torch.accelerator.is_available():
+                kinds.append(str(torch.accelerator.current_accelerator()).partition(":")[0])
+            for kind in kinds:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             stack.enter_context(_without_tf32())
             stack.enter_context(torch.inference_mode(False))
             yield
