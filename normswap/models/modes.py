@@ -161,10 +161,13 @@ def _without_tf32() -> Iterator[None]:
     cudnn = cast(Any, torch.backends.cudnn)
     products = torch.backends.cuda.matmul
     cpu = cast(Any, torch.backends.mkldnn)
-    switches: list[tuple[Any, str, object]] = [
-        (cpu.matmul, "fp32_precision", "ieee"),
-        (cpu.conv, "fp32_precision", "ieee"),
-    ]
+    switches: list[tuple[Any, str, object]] = []
+    # Older versions of torch have one switch for products, `allow_tf32`, and none for the CPU alone.
+    if hasattr(cpu, "matmul") and hasattr(cpu, "conv"):
+        switches = [
+            (cpu.matmul, "fp32_precision", "ieee"),
+            (cpu.conv, "fp32_precision", "ieee"),
+        ]
     gpu_switches: list[tuple[Any, str, object]] = [
         (cudnn, "allow_tf32", False),
         (products, "allow_tf32", False),
