@@ -162,7 +162,7 @@ def _without_tf32() -> Iterator[None]:
     products = torch.backends.cuda.matmul
     cpu = cast(Any, torch.backends.mkldnn)
     switches: list[tuple[Any, str, object]] = []
-    # Older versions of torch have one switch for products, `allow_tf32`, and none for the CPU alone.
+    # Older versions of torch have one switch, `allow_tf32`, and none for the CPU alone.
     if hasattr(cpu, "matmul") and hasattr(cpu, "conv"):
         switches = [
             (cpu.matmul, "fp32_precision", "ieee"),
