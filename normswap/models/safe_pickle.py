@@ -26,7 +26,7 @@ _MOST_TIMES_LARGER = 16
 _ALWAYS_ALLOWED = 2**28
 
 
-class TooLargeError(ValueError):
+class OutgrownFileError(ValueError):
     """A file says that its content is far larger than the file."""
 
 
@@ -56,23 +56,23 @@ def unknown_names(file: Path) -> list[str]:
 
 
 def check_sizes(state: Mapping[str, Tensor], file: Path) -> None:
-    """Raise TooLargeError where tensors have far more numbers than the file has bytes.
+    """Raise OutgrownFileError where tensors have far more numbers than the file has bytes.
 
     A tensor whose stride is 0 repeats one number as often as it likes.
     """
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     if size > _MOST_TIMES_LARGER * file.stat().st_size + _ALWAYS_ALLOWED:
-        raise TooLargeError(f"its tensors have {size} bytes, more than the file can hold")
+        raise OutgrownFileError(f"its tensors have {size} bytes, more than the file can hold")
 
 
 def _check_archive(file: Path) -> None:
-    """Raise TooLargeError for an archive whose entries unpack to far more than its size."""
+    """Raise OutgrownFileError for an archive whose entries unpack to far more than its size."""
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as archive:
         size = sum(entry.file_size for entry in archive.infolist())
     if size > _MOST_TIMES_LARGER * file.stat().st_size + _ALWAYS_ALLOWED:
-        raise TooLargeError(f"it unpacks to {size} bytes")
+        raise OutgrownFileError(f"it unpacks to {size} bytes")
 
 
 class _Inert(dict[object, object]):

@@ -102,7 +102,7 @@ def read(file: Path) -> State:
         _check_plain_tensor(name, tensor, file)
     try:
         safe_pickle.check_sizes(state, file)
-    except safe_pickle.TooLargeError as error:
+    except safe_pickle.OutgrownFileError as error:
         raise SourceError(f"{file} is not a readable weights file", str(error)) from None
     check_finite(state, str(file))
     return state
