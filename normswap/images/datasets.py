@@ -17,10 +17,12 @@ import functools
 import io
 import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +185,27 @@ def make_loader(
 def _batches(
     dataset: Any, size: int | None, workers: int, generator: torch.Generator | None
 ) -> DataLoader[Any]:
+    check_temporary_folder(workers)
     return DataLoader(dataset, size, num_workers=workers, collate_fn=collate, generator=generator)
+
+
+def check_temporary_folder(workers: int) -> None:
+    """Raise OptionError where processes that read images could not hand over what they read.
+
+    torch sends each batch by a socket in the folder for temporary files. The path of a socket has
+    about 107 characters at most. Where it is longer, torch drops the batch and waits for ever.
+
+    Args:
+        workers: The number of processes that read images.
+    """
+    if workers == 0 or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+        return
+    try:
+        Listener().close()
+    except OSError as error:
+        what = f"{workers} processes cannot hand over the images that they read"
+        why = f"no socket in {tempfile.gettempdir()}: {first_line(error)}"
+        raise OptionError(what, why, "Set TMPDIR to a shorter path: export TMPDIR=/tmp") from None
 
 
 def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:

@@ -215,6 +215,7 @@ class TrainingImages:
             last: The update before which the batches end.
             pin: Whether the batches lie in memory from which a GPU copies without waiting.
         """
+        datasets.check_temporary_folder(self.data.workers)
         order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
         loader: DataLoader[object] = DataLoader(
             self.images,

@@ -1,5 +1,6 @@
 """Labelled images: every container gives the same batches, every bad one a clear line."""
 
+import multiprocessing
 import sys
 import tarfile
 from collections.abc import Callable
@@ -89,6 +90,22 @@ def test_workers(images: Path) -> None:
     pixels, _ = loaded(CONFIG, images)
     assert torch.equal(torch.cat([images for images, _ in batches]), pixels)
     assert [len(labels) for _, labels in batches] == [5, 5, 2]
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would drop each batch that a process has read, and wait for it for ever."""
+    long_folder = tmp_path / ("x" * 100)
+    long_folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long_folder))
+    # multiprocessing remembers its own folder within that of tempfile.
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+
+    with pytest.raises(OptionError, match=f"no socket in {long_folder}.*TMPDIR"):
+        make_loader(CONFIG, str(images), workers=1)
+
+    assert len(make_loader(CONFIG, str(images), workers=0)) == 1
 
 
 def test_a_package_that_is_missing_is_one_line_of_ours(

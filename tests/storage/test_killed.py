@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ COMMANDS: dict[str, list[str]] = {
 RECIPE = """summary: x
 source: x
 model: {name: demo}
-data: {root: d, batch_size: 8, workers: 0}
+data: {root: d, batch_size: 8, workers: 1}
 optim: {name: sgd, lr: 0.001}
 train: {epochs: 2, checkpoint: 3}
 """
@@ -45,13 +47,19 @@ OWN = {".git/HEAD": "ref: refs/heads/main", "notes.txt": "years"}
 
 
 class Place:
-    """A folder in which commands run, with a hub of its own."""
+    """A folder in which commands run, with a hub of its own.
 
-    def __init__(self, folder: Path, url: str) -> None:
+    Args:
+        folder: The folder.
+        url: The address of the hub.
+        temporary: The folder for temporary files. Its path must be short: a loader's processes have
+            sockets in it, and pytest's own folders are too deep for these.
+    """
+
+    def __init__(self, folder: Path, url: str, temporary: Path) -> None:
         self.folder = folder
         self.hub = folder.parent / "store"
-        self.temporary = folder.parent / "tmp"
-        self.temporary.mkdir(exist_ok=True)
+        self.temporary = temporary
         self.environment = {
             **os.environ,
             "HF_ENDPOINT": url,
@@ -83,7 +91,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a converted network, files of somebody's, images and a recipe."""
     folder = tmp_path_factory.mktemp("prepared") / "work"
     folder.mkdir()
-    place = Place(folder, "http://127.0.0.1:9")
+    place = Place(folder, "http://127.0.0.1:9", folder.parent)
     for name in ("old", "pushed"):
         code, said = place.run(["convert", "demo", "--to", "folded", "-o", name])
         assert code == 0, said
@@ -138,15 +146,22 @@ def drawn() -> list[Any]:
     return kills
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files under a short path."""
+    with tempfile.TemporaryDirectory(prefix="kill") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(("name", "writes", "delay"), drawn())
 def test_the_next_run_goes_on_after_a_kill(
-    name: str, writes: bool, delay: float, prepared: Path, tmp_path: Path
+    name: str, writes: bool, delay: float, prepared: Path, tmp_path: Path, temporary: Path
 ) -> None:
     shutil.copytree(prepared, tmp_path / "work")
     before = everything(tmp_path / "work")
     words = [*COMMANDS[name], *license_of(name)]
     with hub_server({}, store=tmp_path / "store") as url:
-        place = Place(tmp_path / "work", url)
+        place = Place(tmp_path / "work", url, temporary)
         process = place.start(words)
         wait_for_the_moment(process, place, before, writes, delay)
         process.send_signal(signal.SIGKILL)
