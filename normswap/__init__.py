@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from normswap.exporting.exporter import Exported as Exported, export as export
     from normswap.graph.inspection import Anatomy as Anatomy, inspect as inspect
     from normswap.images.accuracy import evaluate as evaluate
-    from normswap.layers.known_norms import register_norm as register_norm
     from normswap.plan import Arch as Arch, Plan as Plan
     from normswap.schemes import Scheme as Scheme, register_scheme as register_scheme
+    from normswap.sites.known_norms import register_norm as register_norm
     from normswap.storage.checkpoint import load as load, open_model, save as save
     from normswap.storage.publishing import push as push
     from normswap.surgery.carrying_out import Conversion as Conversion
@@ -52,7 +52,7 @@ _NAMES = {
     "exporting.exporter": "Exported export",
     "graph.inspection": "Anatomy inspect",
     "images.accuracy": "evaluate",
-    "layers.known_norms": "register_norm",
+    "sites.known_norms": "register_norm",
     "plan": "Arch Plan",
     "schemes": "Scheme register_scheme",
     "storage.checkpoint": "load open save",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import plugins, schemes
 from normswap.errors import OptionError, RefusedError
-from normswap.layers import affine, known_norms
+from normswap.sites import affine, known_norms
 
 PACKAGE = Path(__file__).parent / "plugin"
 DEMO = Path(normswap.__file__).parent / "demo_data"

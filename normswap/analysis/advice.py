@@ -19,7 +19,7 @@ from torch import nn
 
 from normswap import schemes
 from normswap.errors import OptionError, RefusedError, spelled
-from normswap.layers import affine, own_forwards
+from normswap.sites import affine, own_forwards
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 

@@ -26,11 +26,11 @@ from normswap.errors import RefusedError, TraceError
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.recording import record_once
 from normswap.graph.tracing import MULTIPLICATIONS, inputs
-from normswap.layers import affine
 from normswap.layers.planned_layer import GAMMA, OwnLayer, scales_branch
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import undisturbed
+from normswap.sites import affine
 from normswap.surgery.network import Network
 
 # The moments of a value, by the name of the graph node that has it.

@@ -35,11 +35,11 @@ from normswap import provenance
 from normswap.errors import OptionError, TraceError, spelled
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import LINEAR
-from normswap.layers import affine
-from normswap.layers.channel_norm import is_at_each_position
 from normswap.layers.planned_layer import GAMMA, OwnLayer
 from normswap.models import network_input
 from normswap.plan import AbsorbMode, Body
+from normswap.sites import affine
+from normswap.sites.position_norms import is_at_each_position
 from normswap.surgery.network import Network
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from normswap.calibration.checked_batches import run
 from normswap.calibration.synthetic_images import leaves
-from normswap.layers import affine
 from normswap.models import network_input
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import evaluating, hooked
+from normswap.sites import affine
 
 # The number of images of dead leaves, and of those in a batch.
 COUNT = 128

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from normswap.calibration.channel_values import dead_leaves, image_moments, observed
 from normswap.calibration.checked_batches import first_images
-from normswap.layers import affine
 from normswap.layers.per_sample import (
     follow_rescaling,
     rescale_output,
@@ -32,6 +31,7 @@ from normswap.layers.per_sample import (
 )
 from normswap.models.calling import Example
 from normswap.plan import Body, Step
+from normswap.sites import affine
 
 # At most so many of the user's images are used.
 MOST = 256

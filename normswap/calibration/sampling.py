@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from normswap.layers import own_forwards
 from normswap.layers.planned_layer import Linearity
-from normswap.layers.reparametrized import CONVOLUTIONS, is_reparametrized
+from normswap.layers.reparametrized import is_reparametrized
+from normswap.sites import own_forwards
+from normswap.sites.own_forwards import CONVOLUTIONS
 
 
 def fits(module: nn.Module) -> bool:

@@ -32,12 +32,13 @@ from normswap.calibration.lockstep import Interpreter, Lockstep, Values
 from normswap.calibration.sampling import columns, draw, fits, patches
 from normswap.errors import SourceError
 from normswap.graph.tracing import Traced, inputs, is_add
-from normswap.layers import affine, standardized
+from normswap.layers import standardized
 from normswap.layers.per_sample import normalized, normalizes
 from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
+from normswap.sites import affine
 
 # Rows are taken from at most so many positions of an image.
 PLACES = 64

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, SourceError, explained, spelled
-from normswap.layers import affine
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import Progress, hooked, undisturbed
+from normswap.sites import affine
 
 # So many images are made, in batches of this size.
 COUNT = 128

@@ -28,6 +28,7 @@ from normswap.layers import reparametrized
 from normswap.layers.standardized import STANDARDIZED, effective_weight
 from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating, hooked
+from normswap.sites import own_forwards
 
 # Channels are rescaled if there are at least so many images. At most so many are used, and so many
 # positions of each.
@@ -70,7 +71,7 @@ def fit_zero_sum(
     factors = rescale(target, result, batches, _sums_to_zero, only)
 
     def zero_sum(path: str, module: nn.Module) -> Tensor | None:
-        if not isinstance(module, reparametrized.CONVOLUTIONS) or not _sums_to_zero(path, module):
+        if not isinstance(module, own_forwards.CONVOLUTIONS) or not _sums_to_zero(path, module):
             return None
         return factors.get(path, torch.ones(module.weight.shape[1] * module.groups))
 

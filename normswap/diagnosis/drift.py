@@ -27,9 +27,9 @@ from normswap.diagnosis.findings import (
 )
 from normswap.diagnosis.image_batches import PARTS, ImageBatches
 from normswap.errors import NormswapError
-from normswap.layers.known_norms import Pair
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import undisturbed
+from normswap.sites.known_norms import Pair
 
 # Stored means contradict the weights if they correlate less than this with the predicted means, and
 # are further off than _FAR_FROM_PREDICTED.

@@ -19,11 +19,11 @@ from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import NormswapError
 from normswap.graph.anatomy import Anatomy
 from normswap.graph.tracing import LINEAR, Traced, inputs
-from normswap.layers import affine
-from normswap.layers.known_norms import Pair
 from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
 from normswap.models.calling import Example
+from normswap.sites import affine
+from normswap.sites.known_norms import Pair
 from normswap.surgery.network import Network
 
 # A correlation over fewer channels than this says nothing.

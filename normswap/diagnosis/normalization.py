@@ -17,10 +17,10 @@ from normswap.diagnosis.drift import measured_drifts
 from normswap.diagnosis.findings import Case, Certainty, Finding
 from normswap.diagnosis.image_batches import PARTS, ImageBatches
 from normswap.errors import flag
-from normswap.layers import affine
 from normswap.models import calling
 from normswap.models.modes import hooked, undisturbed
 from normswap.models.preprocessing import data_config
+from normswap.sites import affine
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _BYTE = 1 / 255

@@ -21,9 +21,9 @@ from normswap.diagnosis.findings import (
     rule,
 )
 from normswap.graph.tracing import Traced, inputs
-from normswap.layers import affine
-from normswap.layers.activations import is_identity
 from normswap.models import kinds, zoo
+from normswap.sites import affine
+from normswap.sites.activations import is_identity
 
 # The eps of torch, and that of TensorFlow and Ultralytics.
 _USUAL_EPS = (1e-5, 1e-3)

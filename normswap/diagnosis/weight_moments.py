@@ -18,14 +18,14 @@ from torch import Tensor, fx, nn
 
 from normswap.copying import doubled
 from normswap.graph.tracing import Traced, apply, inputs, is_add, listed
-from normswap.layers import affine
-from normswap.layers.activations import (
+from normswap.sites import affine
+from normswap.sites.activations import (
     is_activation,
     is_activation_call,
     is_identity,
     keeps_forward,
 )
-from normswap.layers.known_norms import Pair
+from normswap.sites.known_norms import Pair
 
 # 64 quantiles of N(0, 1).
 _POINTS = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(0.5, 64) / 64).double()

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from normswap.exporting.settings import Quantization
 from normswap.exporting.signature import Signature
 from normswap.graph.tracing import LINEAR
-from normswap.layers import own_forwards
 from normswap.models.calling import Example
 from normswap.models.modes import hooked
+from normswap.sites import own_forwards
 
 
 class Shipped(nn.Module):

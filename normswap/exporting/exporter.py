@@ -22,12 +22,13 @@ from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import FileContents, Shipped, correct_biases
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileOptions, FileSettings
-from normswap.layers import affine, reparametrized
+from normswap.layers import reparametrized
 from normswap.models import calling, network_input
 from normswap.models.calling import Inputs
 from normswap.models.modes import full_precision
 from normswap.models.preprocessing import assumption
 from normswap.plan import Body, Step
+from normswap.sites import affine
 from normswap.storage import atomic_write
 from normswap.surgery import carrying_out, conversion
 from normswap.surgery.carrying_out import Conversion

@@ -26,7 +26,7 @@ from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, require_inside
 from normswap.exporting.settings import SAFE_BITS, Quantization
 from normswap.exporting.signature import INPUT
-from normswap.layers import known_norms
+from normswap.sites import known_norms
 
 if TYPE_CHECKING:
     import onnx

@@ -16,10 +16,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.tracing import inputs, is_add
-from normswap.layers import affine, reparametrized
+from normswap.layers import reparametrized
 from normswap.layers.merged import tap_offsets
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import OwnLayer
+from normswap.sites import affine
 
 _SAME = ("stride", "groups", "in_channels", "out_channels")
 _FORWARDS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}

@@ -26,10 +26,11 @@ from normswap.graph import channel_axes
 from normswap.graph.anatomy import AffineMap
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, argument, inputs, listed
-from normswap.layers import affine, own_forwards, reparametrized
-from normswap.layers.activations import is_homogeneous
+from normswap.layers import reparametrized
 from normswap.layers.planned_layer import OwnLayer, scales_branch
 from normswap.plan import AbsorbMode, Outcome
+from normswap.sites import affine, own_forwards
+from normswap.sites.activations import is_homogeneous
 
 # A range of the norm's channels (from, up to). None means all channels.
 Part = tuple[int, int] | None

@@ -26,10 +26,10 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, propagates_scale
 from normswap.graph.tracing import argument, inputs, is_add, is_constant_mul, is_mul, listed
 from normswap.layers import standardized
-from normswap.layers.activations import is_homogeneous, keeps_forward
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.planned_layer import Linearity, scales_branch
-from normswap.layers.reparametrized import CONVOLUTIONS
+from normswap.sites.activations import is_homogeneous, keeps_forward
+from normswap.sites.own_forwards import CONVOLUTIONS
 
 _POOLS = (F.avg_pool2d, F.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)
 _REDUCTIONS = (torch.mean, "mean", torch.amax, "amax")

@@ -20,10 +20,10 @@ from normswap.graph import channel_axes
 from normswap.graph.channel_axes import Axes, Axis
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, inputs
-from normswap.layers import channel_norm, own_forwards
-from normswap.layers.channel_norm import scaled_dim
 from normswap.layers.planned_layer import Linearity
 from normswap.plan import AbsorbMode, Outcome
+from normswap.sites import own_forwards, position_norms
+from normswap.sites.position_norms import scaled_dim
 
 
 def foldable_norms(anatomy: Anatomy) -> dict[str, nn.Module]:
@@ -32,7 +32,11 @@ def foldable_norms(anatomy: Anatomy) -> dict[str, nn.Module]:
     for norm in anatomy.norms:
         module = anatomy.traced.modules[norm.path]
         is_called = id(module) in anatomy.traced.calls
-        if channel_norm.is_at_each_position(module) and is_called and anatomy.takes_part(norm.path):
+        if (
+            position_norms.is_at_each_position(module)
+            and is_called
+            and anatomy.takes_part(norm.path)
+        ):
             norms[norm.path] = module
     return norms
 
@@ -76,7 +80,7 @@ def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module)
             shift of its input.
     """
     traced = builder.traced
-    refusal = channel_norm.refusal(norm)
+    refusal = position_norms.refusal(norm)
     if refusal:
         raise NotFoldable(refusal)
     tensor_path = traced.read_directly(norm)

@@ -8,8 +8,8 @@ from torch import fx, nn
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.spelling import after
 from normswap.graph.tracing import Traced, inputs
-from normswap.layers.activations import is_identity, keeps_forward
 from normswap.layers.placeholders import Vacant
+from normswap.sites.activations import is_identity, keeps_forward
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 _PASSING = (nn.Identity, nn.Flatten, Vacant)

@@ -12,10 +12,10 @@ from normswap.graph import channel_axes
 from normswap.graph.anatomy import Anatomy
 from normswap.graph.channel_axes import Axes
 from normswap.graph.tracing import Traced
-from normswap.layers import affine
-from normswap.layers.activations import is_identity
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome, Then
+from normswap.sites import affine
+from normswap.sites.activations import is_identity
 
 FOLDED_BACK = "folded into the layer before"
 FOLDED_FORWARD = "folded into the layer after"

@@ -18,10 +18,11 @@ from torch.nn.utils import parametrize
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul, is_mul
-from normswap.layers import affine, own_forwards, reparametrized
-from normswap.layers.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, keeps_forward
+from normswap.layers import reparametrized
 from normswap.layers.planned_layer import scales_branch
 from normswap.plan import AbsorbMode
+from normswap.sites import affine, own_forwards
+from normswap.sites.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, keeps_forward
 
 _CONVOLUTIONS = (
     nn.Conv1d,

@@ -21,9 +21,9 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
 from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul
-from normswap.layers import channel_norm
-from normswap.layers.channel_norm import scaled_dim
 from normswap.plan import AbsorbMode
+from normswap.sites import position_norms
+from normswap.sites.position_norms import scaled_dim
 
 
 @dataclass
@@ -120,11 +120,11 @@ def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> boo
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
     norm = builder.traced.module(user)
     axis = builder.axes.get(node)
-    if norm is None or axis is None or not channel_norm.is_layernorm(norm):
+    if norm is None or axis is None or not position_norms.is_layernorm(norm):
         return False
     if norm.normalized_shape != (axis.size,):
         return False
-    return axis.last if channel_norm.channel_dim(norm) == -1 else axis.dim == 1
+    return axis.last if position_norms.channel_dim(norm) == -1 else axis.dim == 1
 
 
 def _complaint(user: fx.Node) -> str:

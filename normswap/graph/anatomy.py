@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 
 from normswap.errors import OptionError, near, spelled
 from normswap.graph.tracing import LINEAR, Traced
-from normswap.layers import affine
-from normswap.layers.known_norms import Statistics
 from normswap.layers.placeholders import Chain
 from normswap.plan import Body
 from normswap.provenance import Provenance
+from normswap.sites import affine
+from normswap.sites.known_norms import Statistics
 
 
 @dataclass(frozen=True)

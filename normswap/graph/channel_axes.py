@@ -18,9 +18,9 @@ from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
 from normswap.graph.tracing import LINEAR, Traced, apply, inputs, is_add, is_constant_mul, is_mul
-from normswap.layers import affine
-from normswap.layers.activations import keeps_forward
-from normswap.layers.channel_norm import channel_dim, scaled_dim
+from normswap.sites import affine
+from normswap.sites.activations import keeps_forward
+from normswap.sites.position_norms import channel_dim, scaled_dim
 
 # Steps that move or average elements, so that channel numbers pass through them.
 _JOINS = (

@@ -24,9 +24,9 @@ from normswap.copying import dotted
 from normswap.graph.anatomy import AffineMap, Anatomy, Block, Norm
 from normswap.graph.recording import record
 from normswap.graph.tracing import LINEAR, NodeReader, Traced, inputs, is_add, is_mul, single
-from normswap.layers import affine, known_norms
 from normswap.models import network_input
 from normswap.models.calling import Inputs
+from normswap.sites import affine, known_norms
 
 __all__ = ["AffineMap", "Anatomy", "Block", "Norm", "inspect"]
 

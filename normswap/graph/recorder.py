@@ -28,8 +28,8 @@ from normswap.copying import dotted, tree
 from normswap.errors import TraceError
 from normswap.graph import spelling
 from normswap.graph.spelling import Args, Function, Kwargs, memory, version
-from normswap.layers import affine, own_forwards
 from normswap.models.calling import Example, named_tensors
+from normswap.sites import affine, own_forwards
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # These functions give Python a tensor's value, on which a forward may branch.

@@ -23,11 +23,11 @@ from normswap.copying import tree, twin
 from normswap.errors import TraceError, first_few, first_line, spelled
 from normswap.graph.recorder import Recorder, Widening
 from normswap.graph.tracing import Traced, inputs, single
-from normswap.layers import affine
 from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import callers_dtype, show_heads, undisturbed
+from normswap.sites import affine
 
 # The folders of torch and of this package, as whole paths: a user's folder may have the same name.
 _LIBRARY_FOLDERS = tuple(

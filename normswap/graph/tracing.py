@@ -15,10 +15,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 
-from normswap.layers import affine
-from normswap.layers.activations import is_activation, is_activation_call
 from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example
+from normswap.sites import affine
+from normswap.sites.activations import is_activation, is_activation_call
 
 Item = TypeVar("Item")
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)

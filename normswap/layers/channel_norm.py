@@ -1,32 +1,19 @@
-"""LayerNorm, RMSNorm and LayerScale: how each is recognized, and the layers that replace them.
+"""RMSNorm in place of LayerNorm, and layers whose scale and shift another layer has absorbed.
 
 LayerNorm is y = gamma (x - mean) / sqrt(var + eps) + beta (Ba et al. 2016, arXiv:1607.06450).
 RMSNorm leaves mean and beta out: y = gamma x / sqrt(mean(x^2) + eps) (Zhang & Sennrich 2019,
 arXiv:1910.07467). For x of mean zero both are equal, except for beta.
-
-LayerScale is y = gamma x (Touvron et al. 2021, arXiv:2103.17239, section 2). timm's LayerScale is
-recognized by its forward. Another library's LayerScale, such as transformers' in DINOv2, is
-recognized by measurement: a module without children, whose only tensor has one number per channel,
-must multiply its input by that tensor.
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeAlias, TypeGuard, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from timm import layers as timm_layers
 from torch import Tensor, nn
 
-from normswap.copying import doubled
-from normswap.layers.known_norms import KINDS, Statistics, at_each_position, is_believed, kind_of
-from normswap.layers.planned_layer import OwnLayer, PlannedLayer
-
-# What a module should return: a function of a float64 copy of it and an input (..., C).
-ExpectedOutput: TypeAlias = Callable[[Any, Tensor], Tensor]
+from normswap.layers.planned_layer import PlannedLayer
+from normswap.sites.known_norms import KINDS, at_each_position
+from normswap.sites.position_norms import channel_dim
 
 
 class ShiftedRMSNorm(nn.RMSNorm):
@@ -55,155 +42,7 @@ class ShiftedRMSNorm(nn.RMSNorm):
         return f"{super().extra_repr()}, shift={self.bias is not None}, dim={self.dim}"
 
 
-KINDS[ShiftedRMSNorm] = at_each_position(-1, centres=False)
-_LAYER_SCALES = {timm_layers.LayerScale.forward: -1, timm_layers.LayerScale2d.forward: 1}
-# The answers of `measured_dim`, by module.
-_MEASURED: WeakKeyDictionary[nn.Module, int | None] = WeakKeyDictionary()
-
-
-def channel_dim(module: nn.Module) -> int | None:
-    """Return the dimension along which a LayerNorm or RMSNorm normalizes: -1 or 1.
-
-    The result is None for any other module, for a norm over more than the channels, for a norm that
-    always computes in float32, and for a norm that applies an activation.
-    """
-    kind = kind_of(module)
-    if kind is None or kind.statistics is not Statistics.POSITION or kind.single:
-        return None
-    if "forward" in vars(module):
-        return None
-
-    shape: tuple[int, ...] = getattr(module, "normalized_shape", ())
-    if len(shape) != 1:
-        return None
-
-    if not is_believed(module):
-        # The LayerNorms of ConvNeXt, SAM and others permute in forward, so they are measured.
-        if not isinstance(module, nn.LayerNorm):
-            return None
-        return measured_dim(module, shape[0], _layer_norm)
-    if kind.activation:
-        return None
-    return module.dim if isinstance(module, ShiftedRMSNorm) else kind.dim
-
-
-def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """Return what torch's LayerNorm computes for x (..., C) with the tensors of `norm`."""
-    return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-
-
-@torch.no_grad()
-def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> int | None:
-    """Return the dimension, -1 or 1, along which a module is measured to compute `expected`.
-
-    A float64 copy of the module, with random parameters, runs on an input for each dimension. None
-    says that the copy computes something else along both. Each module is measured once.
-
-    Args:
-        module: The module to measure.
-        channels: The number C of its channels.
-        expected: A function of the copy and an input (..., C) that returns the expected output.
-    """
-    if module not in _MEASURED:
-        _MEASURED[module] = None
-        # This is foreign code: it may refuse to be copied, or an input of this shape.
-        with suppress(Exception):
-            twin = copy.deepcopy(module).double().eval()
-            generator = torch.Generator().manual_seed(1)
-            for parameter in twin.parameters():
-                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(values)
-
-            for dim in (-1, 1):
-                x = probe(channels, dim)
-                y = expected(twin, x.movedim(dim, -1)).movedim(-1, dim)
-                # A module for (N, C, H, W) may refuse (N, H, W, C), and the other way round.
-                with suppress(Exception):
-                    if torch.allclose(twin(x.clone()), y, rtol=1e-9, atol=1e-12):
-                        _MEASURED[module] = dim
-    return _MEASURED[module]
-
-
-def probe(channels: int, dim: int) -> Tensor:
-    """Return 4-D float64 noise with the channels in dimension 1 or -1.
-
-    No other dimension has the size of the channels, so a layer that normalizes another dimension
-    gives another output, or fails.
-    """
-    rows, columns = [size for size in (3, 5, 7) if size != channels][:2]
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(1, rows, columns, channels, generator=generator, dtype=torch.float64)
-    return noise.movedim(-1, dim).contiguous()
-
-
-def scaled_dim(module: nn.Module) -> int | None:
-    """Return the dimension in which a LayerScale has its channels: -1, 1, or None if it is none."""
-    if isinstance(module, OwnLayer) or "forward" in vars(module):
-        return None
-    if module._modules or module._buffers:
-        return None
-
-    # The only tensor must be one parameter (C,).
-    parameters = list(module._parameters.values())
-    if len(parameters) != 1 or parameters[0] is None:
-        return None
-    gamma = parameters[0]
-    if gamma.ndim != 1 or gamma.numel() < 2:
-        return None
-
-    known_dim = _LAYER_SCALES.get(type(module).forward)
-    if known_dim is not None:
-        return known_dim
-    return measured_dim(module, gamma.numel(), _layer_scale)
-
-
-def _layer_scale(module: nn.Module, x: Tensor) -> Tensor:
-    """Return x (..., C) multiplied by the only parameter of a module."""
-    return x * layer_scale_gamma(module)
-
-
-def layer_scale_gamma(module: nn.Module) -> Tensor:
-    """Return the gamma (C,) of a LayerScale, in float64."""
-    (parameter,) = module.parameters()
-    return parameter.detach().double()
-
-
-def is_layernorm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
-    """Whether a module is a LayerNorm whose `channel_dim` is known."""
-    return isinstance(module, nn.LayerNorm) and channel_dim(module) is not None
-
-
-def is_at_each_position(module: nn.Module) -> bool:
-    """Whether a module is any kind of LayerNorm or RMSNorm."""
-    kind = kind_of(module)
-    return kind is not None and kind.statistics is Statistics.POSITION
-
-
-def refusal(module: nn.Module) -> str | None:
-    """Return why gamma and beta of a LayerNorm or RMSNorm cannot be changed, or None."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "it has forward hooks, which see its output"
-
-    kind = kind_of(module)
-    if kind is not None and kind.single:
-        return "it computes in float32 whatever the network's precision is"
-    if channel_dim(module) is None:
-        return (
-            f"{type(module).__name__} has a forward of its own, or normalizes more than the"
-            " channels"
-        )
-    return None
-
-
-def gamma_and_beta(norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return gamma and beta of a LayerNorm or RMSNorm, each (C,), in float64.
-
-    They are ones and zeros where the norm has none.
-    """
-    layer = cast(nn.LayerNorm, norm)
-    ones = torch.ones(layer.normalized_shape, dtype=torch.float64)
-    beta = getattr(layer, "bias", None)
-    return doubled(layer.weight, ones), doubled(beta, torch.zeros_like(ones))
+KINDS[ShiftedRMSNorm] = at_each_position(-1, centres=False, states_dim=True)
 
 
 class BareNorm(PlannedLayer):

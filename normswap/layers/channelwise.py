@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from normswap.copying import doubled
 from normswap.errors import RefusedError
-from normswap.layers import affine
 from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer, per_channel
+from normswap.sites import affine
 
 
 class ChannelAffine(PlannedLayer, OwnLayer):

@@ -16,11 +16,11 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
-from normswap.layers.known_norms import KINDS, NormKind, Statistics
 from normswap.layers.per_sample import rescaled, with_lead
 from normswap.layers.planned_layer import GAMMA, Linearity, OwnLayer, PlannedLayer, per_channel
+from normswap.sites import affine
+from normswap.sites.known_norms import KINDS, NormKind, Statistics
 
 
 class DynamicTanh(PlannedLayer, OwnLayer):

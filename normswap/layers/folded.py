@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from normswap import copying
 from normswap.errors import RefusedError
-from normswap.layers import affine, reparametrized
+from normswap.layers import reparametrized
 from normswap.layers.planned_layer import Linearity, PlannedLayer
 from normswap.plan import AbsorbMode, Absorption
+from normswap.sites import affine
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -10,9 +10,9 @@ from timm.layers import FrozenBatchNormAct2d
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap.layers.known_norms import KINDS
 from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer
 from normswap.layers.site_norm import Measured, SiteNorm, copy_tensors
+from normswap.sites.known_norms import KINDS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from normswap.copying import doubled
-from normswap.layers import affine
 from normswap.layers.planned_layer import OwnLayer, PlannedLayer
 from normswap.plan import AbsorbMode, Absorption
+from normswap.sites import affine
 
 
 def tap_offsets(conv: _ConvNd) -> list[range]:

@@ -20,12 +20,12 @@ from timm.layers import GroupNormAct
 from torch import Tensor, nn
 
 from normswap.copying import doubled
-from normswap.layers import affine
 from normswap.layers.channelwise import ChannelAffine
-from normswap.layers.known_norms import Pair
 from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
 from normswap.layers.site_norm import SiteNorm, empty_like_norm
+from normswap.sites import affine
+from normswap.sites.known_norms import Pair
 
 
 class GroupNorm(PlannedLayer):

@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from normswap.layers.affine import copied_activation
 from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
+from normswap.sites.affine import copied_activation
 
 
 class Vacant(PlannedLayer, OwnLayer):

@@ -1,4 +1,4 @@
-"""The two base classes of this room: `PlannedLayer`, which a plan names, and `OwnLayer`, a module.
+"""`PlannedLayer`: the base of the layers that a plan names.
 
 A planned layer builds what stands at a path after the conversion. That may be a class of torch or
 timm, a parameter, or a module of normswap: an own layer. Most own layers are planned layers
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
 from torch import Tensor, fx, nn
 
 from normswap.errors import PlanError
+from normswap.sites.own_layer import OwnLayer as OwnLayer
 
 Linearity: TypeAlias = nn.Linear | nn.modules.conv._ConvNd
 # What can stand at a path. A dropout rate is a number, or None.
@@ -93,46 +94,6 @@ def planned_layers() -> dict[str, type[PlannedLayer]]:
     for file in pkgutil.iter_modules(importlib.import_module("normswap.layers").__path__):
         importlib.import_module(f"normswap.layers.{file.name}")
     return _BY_NAME
-
-
-class OwnLayer(nn.Module):
-    """Base of the modules that a conversion leaves in a network.
-
-    Attributes:
-        AFFINE: Whether the layer computes act(s * x + t). Then `as_affine` returns s and t.
-        PER_CHANNEL: Whether s and t may differ between channels, so that the layer can take the
-            place of a norm.
-        SCALES: Whether s may be a number other than 1 or -1.
-        HOLDS_STATISTICS: Whether the layer keeps the mean and variance of a norm.
-        NORMALIZES: Whether the layer computes act(weight * normalized(x) + bias), which is not
-            affine.
-        SCALES_BRANCH: Whether the layer ends a residual branch with one number (`BranchScale`).
-        ROLES: The role of each parameter for weight decay, by the parameter's name.
-        act: The activation that is applied last, or None.
-    """
-
-    AFFINE: ClassVar[bool] = False
-    PER_CHANNEL: ClassVar[bool] = False
-    SCALES: ClassVar[bool] = False
-    HOLDS_STATISTICS: ClassVar[bool] = False
-    NORMALIZES: ClassVar[bool] = False
-    SCALES_BRANCH: ClassVar[bool] = False
-    ROLES: ClassVar[Mapping[str, str]] = {}
-    act: nn.Module | None
-
-    def activated(self, y: Tensor) -> Tensor:
-        """Return act(y), or y where the layer has no activation."""
-        if self.act is not None:
-            y = self.act(y)
-        return y
-
-    def as_affine(self) -> tuple[Tensor, Tensor]:
-        """Return s and t of y = act(s * x + t), each of shape (C,) or (1,), in float64."""
-        raise NotImplementedError
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Return the values (N, C, ...) that the layer multiplies by its weight."""
-        raise NotImplementedError
 
 
 class BranchScale(Protocol):

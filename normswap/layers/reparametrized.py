@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from normswap.layers.planned_layer import GAMMA, Linearity, OwnLayer
+from normswap.sites.own_forwards import CONVOLUTIONS
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _STANDARDIZED = (
     timm_layers.StdConv2d,
     StdConv2dSame,

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from normswap.copying import doubled
-from normswap.layers import affine, reparametrized
+from normswap.layers import reparametrized
 from normswap.layers.folded import FoldOptions, folded
 from normswap.layers.placeholders import Chain, Vacant
 from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
+from normswap.sites import affine
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

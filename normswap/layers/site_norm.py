@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normswap.layers import affine
 from normswap.layers.planned_layer import OwnLayer, PlannedLayer
 from normswap.plan import Body
+from normswap.sites import affine
 
 Floats: TypeAlias = Sequence[float] | None
 # Eps, momentum and number of batches of a norm that stood there before, as far as they are known.

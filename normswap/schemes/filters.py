@@ -17,10 +17,11 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.graph.inspection import Anatomy
-from normswap.layers import own_forwards, reparametrized
+from normswap.layers import reparametrized
 from normswap.schemes.fixup import linear_paths
 from normswap.schemes.scheme import FitTask
 from normswap.schemes.skipinit import scale_branches
+from normswap.sites import own_forwards
 
 
 def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
@@ -68,7 +69,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
     convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}
     for node in anatomy.traced.nodes:
         module = anatomy.traced.module(node)
-        if isinstance(module, reparametrized.CONVOLUTIONS):
+        if isinstance(module, own_forwards.CONVOLUTIONS):
             convolutions.setdefault(id(module), (str(node.target), module))
 
     for i, (path, module) in enumerate(convolutions.values()):

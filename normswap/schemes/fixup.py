@@ -12,10 +12,11 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, distinct, last_linear
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import LINEAR, NodeReader
-from normswap.layers import affine, reparametrized
+from normswap.layers import reparametrized
 from normswap.layers.planned_layer import scales_branch
 from normswap.schemes.replaceable_batchnorms import readers
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
+from normswap.sites import affine
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:

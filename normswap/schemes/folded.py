@@ -11,8 +11,8 @@ from normswap.folding import branches, norm_affine
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome
+from normswap.sites import affine
 
 
 def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:

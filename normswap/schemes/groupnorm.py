@@ -13,10 +13,10 @@ from normswap.calibration.sequential_fit import refit
 from normswap.errors import spelled
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine
 from normswap.plan import Body, Edit, Outcome, Step
 from normswap.schemes.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
 from normswap.schemes.scheme import FitTask
+from normswap.sites import affine
 
 
 def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:

@@ -19,13 +19,14 @@ from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder, left_affine
 from normswap.graph.inspection import Anatomy
-from normswap.layers import affine, reparametrized
+from normswap.layers import reparametrized
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import OwnLayer
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import AbsorbMode, Body, Edit, Outcome
 from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
+from normswap.sites import affine
 
 
 def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:

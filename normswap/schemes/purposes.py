@@ -18,10 +18,10 @@ from normswap.folding.overwriting import overwrites, shares
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import Traced, inputs
-from normswap.layers import affine
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
 from normswap.plan import Edit, Outcome, Then
+from normswap.sites import affine
 
 # Layers of torch that compute everything in one call, where no hook sees each weight's input, and
 # the layers that Opacus has in their place.

@@ -14,8 +14,8 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
-from normswap.layers import affine
 from normswap.plan import Step
+from normswap.sites import affine
 
 
 def replaceable_batchnorms(

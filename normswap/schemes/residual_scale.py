@@ -19,9 +19,9 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, attempt, enlarge, propagates_scale
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
-from normswap.layers.activations import is_homogeneous
 from normswap.layers.planned_layer import scales_branch
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
+from normswap.sites.activations import is_homogeneous
 
 # The published rules: (a, b) of a block, given its number from 1 and the number of all blocks.
 RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {

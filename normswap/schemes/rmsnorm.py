@@ -18,8 +18,8 @@ from normswap.folding.propagation import NotFoldable
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
-from normswap.layers import channel_norm
 from normswap.plan import AbsorbMode, Outcome
+from normswap.sites import position_norms
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
@@ -61,7 +61,7 @@ def _replace(
     Raises:
         NotFoldable: The norm cannot be replaced, or its input cannot be centred.
     """
-    why = channel_norm.refusal(norm)
+    why = position_norms.refusal(norm)
     if why:
         raise NotFoldable(why)
 

@@ -20,11 +20,12 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, last_linear
 from normswap.graph.inspection import Anatomy, Block
-from normswap.layers import affine, reparametrized
-from normswap.layers.activations import keeps_forward
+from normswap.layers import reparametrized
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.layers.planned_layer import BranchScale, scales_branch
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
+from normswap.sites import affine
+from normswap.sites.activations import keeps_forward
 
 
 def no_tail(anatomy: Anatomy, block: Block) -> str:

@@ -22,13 +22,14 @@ from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, Traced, is_add, is_mul
-from normswap.layers import affine, measured_norm
-from normswap.layers.activations import is_activation, is_activation_call
+from normswap.layers import measured_norm
 from normswap.layers.placeholders import Chain
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
+from normswap.sites import affine
+from normswap.sites.activations import is_activation, is_activation_call
 
 # The settings of a new BatchNorm, which are those of torch.
 EPS = 1e-5

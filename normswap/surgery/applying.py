@@ -16,10 +16,11 @@ from torch import nn
 
 from normswap import copying, schemes
 from normswap.errors import PlanError, first_line
-from normswap.layers import affine, placeholders
+from normswap.layers import placeholders
 from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
 from normswap.models import calling
 from normswap.plan import Edit, Step
+from normswap.sites import affine
 
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 

@@ -10,12 +10,12 @@ from normswap import provenance, schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, RefusedError, first_line, spelled
 from normswap.graph.anatomy import patterns, restrict
-from normswap.layers import affine
 from normswap.models.calling import Example
 from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
 from normswap.schemes import Chosen
 from normswap.schemes.scheme import FitTask
+from normswap.sites import affine
 from normswap.surgery import applying, comparison, held_out, running
 from normswap.surgery.network import Batches, Network, calls_of
 from normswap.surgery.report import Report

@@ -15,11 +15,11 @@ from normswap.folding import norm_free
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.anatomy import Anatomy, naming, patterns, restrict
-from normswap.layers import affine
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
+from normswap.sites import affine
 from normswap.surgery import (
     applying,
     carrying_out,

@@ -17,9 +17,10 @@ from normswap import copying, provenance
 from normswap.calibration import channel_moments
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import fold_norms
-from normswap.layers import affine, measured_norm
+from normswap.layers import measured_norm
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
+from normswap.sites import affine
 from normswap.surgery import comparison, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network

@@ -13,11 +13,11 @@ from normswap import copying
 from normswap.calibration.population import norms_of
 from normswap.calibration.restoring import restore
 from normswap.errors import OptionError, RefusedError, spelled
-from normswap.layers import affine
 from normswap.models import network_input
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress
 from normswap.plan import Body, Step
+from normswap.sites import affine
 from normswap.surgery import comparison
 from normswap.surgery.carrying_out import Conversion, applied, carry_out
 from normswap.surgery.conversion import convert

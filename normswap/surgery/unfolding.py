@@ -15,13 +15,14 @@ from normswap import provenance
 from normswap.copying import dotted
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
-from normswap.layers import affine, reparametrized
-from normswap.layers.channel_norm import scaled_dim
+from normswap.layers import reparametrized
 from normswap.layers.placeholders import Holder
 from normswap.layers.planned_layer import scales_branch
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
+from normswap.sites import affine
+from normswap.sites.position_norms import scaled_dim
 from normswap.surgery import applying
 from normswap.surgery.network import Network
 

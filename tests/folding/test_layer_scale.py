@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.graph.recorder import Widening
-from normswap.layers import channel_norm
+from normswap.sites import position_norms
 from normswap.surgery import applying
 
 TOLERANCE = 1e-12
@@ -179,7 +179,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize("gradients", [True, False])
 def test_what_is_one(module: nn.Module, dim: int | None, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):
-        assert channel_norm.scaled_dim(copy.deepcopy(module)) == dim
+        assert position_norms.scaled_dim(copy.deepcopy(module)) == dim
 
 
 def test_dinov2_of_transformers_at_its_own_size_and_at_another() -> None:

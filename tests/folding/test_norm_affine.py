@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import RefusedError
 from normswap.graph.inspection import inspect
-from normswap.layers import channel_norm
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Absorption, Step
+from normswap.sites import position_norms
 from normswap.surgery import applying
 from normswap.surgery.conversion import plan_step
 
@@ -334,9 +334,9 @@ class Louder(nn.LayerNorm):
 def test_a_forward_that_nobody_has_read_is_measured(
     kind: type[nn.LayerNorm], dim: int | None
 ) -> None:
-    assert channel_norm.channel_dim(kind(6)) == dim
+    assert position_norms.channel_dim(kind(6)) == dim
     # It is measured on few positions: a square of 4,096 would take 400 GB.
-    assert channel_norm.channel_dim(kind(4096)) == dim
+    assert position_norms.channel_dim(kind(4096)) == dim
 
 
 def test_a_measured_norm_folds() -> None:
@@ -360,6 +360,6 @@ def test_the_dimension_is_that_along_which_it_normalizes(name: str) -> None:
     make, dim, function = NORMS[name]
     norm = make().double()
     x = torch.randn(2, 6, 6, 6, dtype=torch.float64)
-    assert channel_norm.channel_dim(norm) == dim
+    assert position_norms.channel_dim(norm) == dim
     expected = function(x.movedim(dim, -1), (6,), eps=norm.eps).movedim(-1, dim)
     assert distance(expected, norm(x).detach()) < 1e-12

@@ -23,7 +23,7 @@ from normswap.errors import TraceError
 from normswap.graph import inspection, recording
 from normswap.graph.recorder import Widening
 from normswap.graph.spelling import after
-from normswap.layers import affine, known_norms
+from normswap.sites import affine, known_norms
 from normswap.surgery import applying
 
 TWO = {**ONE, "conv2": conv, "bn2": bn}

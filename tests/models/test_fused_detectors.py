@@ -18,7 +18,7 @@ from torch import nn
 
 import normswap
 from normswap.cli.app import main
-from normswap.layers import affine
+from normswap.sites import affine
 
 pytestmark = [
     pytest.mark.long,

@@ -5,6 +5,7 @@ ORDER = (
     ("reading",),
     ("plan", "plugins"),
     ("provenance",),
+    ("sites",),
     ("layers",),
     ("models",),
     ("graph",),

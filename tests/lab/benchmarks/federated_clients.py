@@ -25,7 +25,7 @@ from schemes_table import NETWORKS, cached, copied, shuffled
 from torch import Tensor, nn
 
 import normswap
-from normswap.layers import affine
+from normswap.sites import affine
 from normswap.storage.checkpoint import open_model
 
 NETWORK = "resnet18_narrow"

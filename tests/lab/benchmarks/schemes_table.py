@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 from normswap.errors import NormswapError
 from normswap.images.datasets import make_loader
-from normswap.layers import affine, per_sample
+from normswap.layers import per_sample
 from normswap.schemes.groupnorm import nearest_divisor
+from normswap.sites import affine
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 

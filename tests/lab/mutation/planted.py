@@ -73,30 +73,30 @@ class Planted:
 ALGEBRA = (
     Planted(
         "a norm's scale is 1 % larger",
-        "layers.affine:read_map",
+        "sites.affine:read_map",
         gives(lambda st: (1.01 * st[0], st[1])),
         FOLDING,
     ),
     Planted(
         "a norm's shift is negative",
-        "layers.affine:read_map",
+        "sites.affine:read_map",
         gives(lambda st: (st[0], -st[1])),
         FOLDING,
     ),
     Planted(
         "a norm's shift is forgotten",
-        "layers.affine:read_map",
+        "sites.affine:read_map",
         gives(lambda st: (st[0], 0 * st[1])),
         FOLDING,
     ),
     Planted(
         "variances are 1 % larger",
-        "layers.affine:statistics",
+        "sites.affine:statistics",
         gives(lambda mv: (mv[0], 1.01 * mv[1])),
         FOLDING,
     ),
-    Planted("every eps is 1e-5", "layers.affine:epsilon", answers(1e-5), FOLDING),
-    Planted("any norm can be read", "layers.affine:refusal", NOTHING, FOLDING),
+    Planted("every eps is 1e-5", "sites.affine:epsilon", answers(1e-5), FOLDING),
+    Planted("any norm can be read", "sites.affine:refusal", NOTHING, FOLDING),
     Planted(
         "a bias that takes up a norm is 1 % larger",
         "layers.folded:_absorb",
@@ -131,7 +131,7 @@ ALGEBRA = (
         "a group's variance is the mean of its channels'",
         "layers.per_sample:group_moments",
         lambda f: lambda mean, var, groups: (f(mean, var, groups)[0], var.view(groups, -1).mean(1)),
-        ("tests/layers/test_known_norms.py",),
+        ("tests/sites/test_known_norms.py",),
     ),
     Planted(
         "a filter's sign is left out",
@@ -152,7 +152,7 @@ ALGEBRA = (
         "ghost batches are one batch",
         "layers.site_norm:SiteNorm.ghost_sizes",
         lambda f: lambda self, count: [count],
-        ("tests/layers/test_known_norms.py",),
+        ("tests/sites/test_known_norms.py",),
     ),
     Planted(
         "means are zero",

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-from normswap.layers.known_norms import SCALES, is_near
-from normswap.layers.reparametrized import CONVOLUTIONS
+from normswap.sites.known_norms import SCALES, is_near
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Zeros before and after the values of one dimension.
 Widths: TypeAlias = tuple[int, int]
 _CONV_FUNCTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)

@@ -16,10 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.copying import doubled
 from normswap.errors import RefusedError
-from normswap.layers import channel_norm, known_norms
-from normswap.layers.activations import keeps_forward
-from normswap.layers.known_norms import BatchNorm, Pair, ReadPair, Statistics
-from normswap.layers.planned_layer import OwnLayer
+from normswap.sites import known_norms, position_norms
+from normswap.sites.activations import keeps_forward
+from normswap.sites.known_norms import BatchNorm, Pair, ReadPair, Statistics
+from normswap.sites.own_layer import OwnLayer
 
 
 def is_batchnorm(module: nn.Module) -> bool:
@@ -154,7 +154,7 @@ def read_map(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
     For a LayerNorm, RMSNorm or LayerScale these are gamma and beta.
 
     Args:
-        module: A module for which `refusal`, or `channel_norm.refusal`, returns None.
+        module: A module for which `refusal`, or `position_norms.refusal`, returns None.
         unit_gamma: Whether a BatchNorm is read as if gamma were 1 and beta 0. Then s and t compute
             the plain standardization (x - mean) / sqrt(var + eps).
     """
@@ -167,10 +167,10 @@ def read_map(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
         scale, shift = registered(module)
         return scale.detach().double(), shift.detach().double()
 
-    if channel_norm.channel_dim(module) is not None:
-        return channel_norm.gamma_and_beta(module)
-    if channel_norm.scaled_dim(module) is not None:
-        gamma = channel_norm.layer_scale_gamma(module)
+    if position_norms.channel_dim(module) is not None:
+        return position_norms.gamma_and_beta(module)
+    if position_norms.scaled_dim(module) is not None:
+        gamma = position_norms.layer_scale_gamma(module)
         return gamma, torch.zeros_like(gamma)
 
     return _batchnorm_map(cast(BatchNorm, module), unit_gamma=unit_gamma)

@@ -12,11 +12,11 @@ import normswap
 from normswap import provenance
 from normswap.analysis.weight_decay import roles
 from normswap.errors import RefusedError
-from normswap.layers import affine, known_norms
 from normswap.layers.per_sample import GroupNorm
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Arch
 from normswap.provenance import Provenance
+from normswap.sites import affine, known_norms
 
 
 class Whitener(nn.Module):

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 import normswap
 from normswap.calibration.sampling import fits, patches
 from normswap.errors import PlanError
-from normswap.layers import own_forwards, reparametrized, standardized
+from normswap.layers import reparametrized, standardized
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import PlannedLayer, planned_layers
 from normswap.layers.standardized import STANDARDIZED, ScaledStdConv1d, ScaledStdConv3d
+from normswap.sites import own_forwards
 
 ConvClass = type[nn.Conv2d]
 ConvForward = Callable[[nn.Conv2d, Tensor], Tensor]

@@ -27,7 +27,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap import plugins
 from normswap.errors import OptionError
-from normswap.layers.planned_layer import OwnLayer
+from normswap.sites.own_layer import OwnLayer
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 # Reads two tensors off a module of the registered class.
@@ -62,6 +62,7 @@ class NormKind:
         dim: The dimension of the channels: 1 or -1, or None where it is not known.
         centres: Whether the norm subtracts the mean.
         activation: Whether the norm applies its `drop` and `act` to the result.
+        states_dim: Whether each norm says by its attribute `dim` where its channels are.
         single: Whether the norm computes in float32 whatever the network's precision is.
         affine: Returns s and t, each (C,), of y = s * x + t in eval mode. With None the norm is
             read as its class says.
@@ -73,6 +74,7 @@ class NormKind:
     dim: int | None = 1
     centres: bool = True
     activation: bool = False
+    states_dim: bool = False
     single: bool = False
     affine: ReadPair | None = None
     moments: ReadPair | None = None
