@@ -1,15 +1,16 @@
 """Diagnose a network: run all checks on it, and name the root of the trouble first."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from torch import nn
 
 from normswap.diagnosis import settings, stored_numbers
+from normswap.diagnosis.answers import effect_of_recalibrating
 from normswap.diagnosis.drift import contradicted, drifted, roots_for_variances
-from normswap.diagnosis.findings import Case, Check, Diagnosis, Finding, sites_of
+from normswap.diagnosis.findings import Case, Check, Diagnosis, Finding, Remark, sites_of
 from normswap.diagnosis.image_batches import ImageBatches
-from normswap.diagnosis.normalization import unfit_preprocessing
+from normswap.diagnosis.normalization import exchanged_colours, unfit_preprocessing
 from normswap.errors import NormswapError
 from normswap.graph.anatomy import Anatomy
 from normswap.models import network_input
@@ -22,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     stored_numbers.broken_statistics,
     stored_numbers.broken_parameters,
     stored_numbers.negative_variance,
+    stored_numbers.unused_and_broken,
     settings.untracked,
     settings.in_training,
     settings.thawed,
@@ -42,6 +44,7 @@ ON_IMAGES: tuple[Check, ...] = (
     unfit_preprocessing,
     settings.unfit_eps,
     drifted,
+    exchanged_colours,
 )
 # The note that says what only images show.
 _NOT_LOOKED_AT = (
@@ -94,38 +97,59 @@ def diagnose(
         data=data,
         images=None if images is None else ImageBatches.read(network.module, images),
     )
-    faults, open_questions = _faults_and_questions(case, CHECKS)
-    notes += open_questions
+    faults, open_questions, remarks = _answers_of(case, CHECKS)
+    notes += open_questions + remarks
 
     if not faults and not open_questions and case.sites and images is not None:
         # The first fault explains later ones. Images that are prepared wrongly, for example, fit no
         # statistics.
         for check in ON_IMAGES:
-            faults, open_questions = _faults_and_questions(case, [check])
+            faults, open_questions, remarks = _answers_of(case, [check])
+            notes += remarks
             if faults or open_questions:
                 notes += open_questions
                 break
 
     if not faults and case.sites and images is None:
         notes.append(f"{_NOT_LOOKED_AT}: normswap doctor {name} --data {data}")
+    faults = _with_effects(case, faults)
     return Diagnosis(tuple(faults), len(case.sites), tuple(notes))
 
 
-def _faults_and_questions(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], list[str]]:
+def _answers_of(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], list[str], list[str]]:
     """Run checks on a network.
 
     Returns:
-        The faults, and the questions that cannot be decided, as text.
+        The faults, the questions that cannot be decided, as text, and remarks on what is no fault.
     """
     faults: list[Finding] = []
     open_questions: list[str] = []
+    remarks: list[str] = []
     for check in checks:
         for answer in check(case):
             if isinstance(answer, Finding):
                 faults.append(answer)
+            elif isinstance(answer, Remark):
+                remarks.append(answer.text)
             else:
                 open_questions.append(answer)
-    return faults, open_questions
+    return faults, open_questions, remarks
+
+
+def _with_effects(case: Case, faults: list[Finding]) -> list[Finding]:
+    """Return the faults; the evidence of each that `recalibrate` mends says what that changes."""
+    if not any(case.recalibrate in fault.mend for fault in faults):
+        return faults
+    effect = effect_of_recalibrating(case)
+    if not effect:
+        return faults
+
+    measured: list[Finding] = []
+    for fault in faults:
+        if case.recalibrate in fault.mend:
+            fault = replace(fault, evidence=f"{fault.evidence}; {effect}")
+        measured.append(fault)
+    return measured
 
 
 def body_of(diagnosis: Diagnosis, source: str) -> Body:

@@ -8,13 +8,14 @@ drift that is not clearly larger is not reported.
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normswap.calibration import channel_moments
+from normswap.diagnosis.answers import outputs, tells_images_apart
 from normswap.diagnosis.findings import (
     Case,
     Certainty,
@@ -27,8 +28,6 @@ from normswap.diagnosis.findings import (
 )
 from normswap.diagnosis.image_batches import PARTS, ImageBatches
 from normswap.errors import NormswapError
-from normswap.models.calling import Example, named_tensors
-from normswap.models.modes import undisturbed
 from normswap.sites.known_norms import Pair
 
 # Stored means contradict the weights if they correlate less than this with the predicted means, and
@@ -56,10 +55,6 @@ _DETAIL_CHANCE = 4.0
 # images.
 _ANSWER_CHANGE = 0.2
 _BEYOND_HALVES = 2.0
-# The stored statistics are plausible if the answers still differ between images: by at least this
-# share of their difference under the images' own statistics. After training with frozen statistics
-# the share was 0.97 to 1.7. With statistics of other weights it was 0.1 to 0.9.
-_ANSWERS_VARY = 0.95
 # Stored variances are really deviations if the logarithms of their squares differ from those of the
 # measured variances by less than this, and _SQUARES_NEARER times less than without squaring.
 _SQUARES_FIT = 0.35
@@ -249,25 +244,10 @@ def frozen_or_stale(case: Case, evidence: str) -> str:
     )
 
 
-def tells_images_apart(case: Case) -> bool:
-    """Whether answers differ between images about as much as with the images' own statistics."""
-    calls = _images(case).calls
-    stored = _variation(case.model, calls)
-    renewed = _variation(case.renewed(calls), calls)
-    return stored > _ANSWERS_VARY * renewed > 0
-
-
 def _images(case: Case) -> ImageBatches:
     """Return the images of a case that is known to have some."""
     assert case.images is not None
     return case.images
-
-
-@torch.no_grad()
-def _variation(model: nn.Module, calls: Sequence[Example]) -> float:
-    """Return how much answers differ between images, as a share of their size (0 if none)."""
-    answers = torch.cat([_answers(model, call) for call in calls])
-    return float((answers - answers.mean(0)).norm() / answers.norm().clamp_min(1e-30))
 
 
 def _without_colours(case: Case, first: Drift) -> Iterator[Finding]:
@@ -392,10 +372,10 @@ def _many_small_drifts(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
     if case.images.count < _ENOUGH_IMAGES or calls[0].count < _ENOUGH_IN_BATCH:
         return
 
-    stored = _answers(case.model, calls[0])
-    renewed = _answers(case.renewed(calls), calls[0])
-    by_first_half = _answers(case.renewed(calls[::2]), calls[0])
-    by_second_half = _answers(case.renewed(calls[1::2]), calls[0])
+    stored = outputs(case.model, calls[0])
+    renewed = outputs(case.renewed(calls), calls[0])
+    by_first_half = outputs(case.renewed(calls[::2]), calls[0])
+    by_second_half = outputs(case.renewed(calls[1::2]), calls[0])
 
     size = renewed.norm().clamp_min(1e-30)
     change = float((stored - renewed).norm() / size)
@@ -426,24 +406,12 @@ def _many_small_drifts(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
     )
 
 
-def _answers(model: nn.Module, call: Example) -> Tensor:
-    """Return all floating-point outputs of a network for a batch, as (N, numbers) in float64."""
-    with undisturbed(model):
-        outputs = named_tensors(call.map(torch.clone).call(model))
-
-    rows = [torch.zeros(call.count, 0, dtype=torch.float64)]
-    for _, value in outputs:
-        if value.is_floating_point() and value.shape[:1] == (call.count,):
-            rows.append(value.double().cpu().reshape(call.count, -1))
-    return torch.cat(rows, 1)
-
-
 def contradicted(case: Case) -> Iterator[Finding | str]:
     """Find running means that the norm before and the weights between cannot produce.
 
     Such means are stale, belong to another norm, or were frozen in training.
     """
-    sites = [site for site in case.sites if _contradicts(case, site)]
+    sites = [site for site in case.sites if contradicts_weights(case, site)]
     if not sites:
         return
 
@@ -478,7 +446,7 @@ def contradicted(case: Case) -> Iterator[Finding | str]:
     )
 
 
-def _contradicts(case: Case, site: StoredNorm) -> bool:
+def contradicts_weights(case: Case, site: StoredNorm) -> bool:
     """Whether the running means of a norm are unlike the predicted ones, and far from them."""
     likeness = case.likeness(site)
     if likeness is None or likeness >= _UNLIKE:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from normswap import provenance
-from normswap.calibration import population
+from normswap.calibration import channel_moments, population
 from normswap.copying import doubled
 from normswap.diagnosis import weight_moments
 from normswap.diagnosis.image_batches import ImageBatches
@@ -33,10 +33,21 @@ _SAME_WEIGHTS = 0.9
 
 
 class Certainty(str, Enum):
-    """How sure a finding is."""
+    """How sure a finding is.
 
-    CERTAIN = "certain: it is written in the network"
-    LIKELY = "likely: measured, and far beyond what chance does"
+    CERTAIN is only what no sound network stores, whatever its past. If a sound network can look the
+    same, the finding is LIKELY, and its evidence names that other past.
+    """
+
+    CERTAIN = "certain: no sound network stores this"
+    LIKELY = "likely: far beyond chance, but read what else could explain it"
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A sentence on something that is no fault, but that the user should know."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,26 @@ class Case:
         module = self.traced.module(sources[0]) if sources else None
         return module if isinstance(module, LINEAR) else None
 
+    def is_called(self, site: StoredNorm) -> bool:
+        """Whether the recorded forward calls a norm; True if no forward could be recorded."""
+        return self.traced is None or bool(self.calls(site))
+
+    @cached_property
+    def input_variances(self) -> dict[str, Tensor]:
+        """Variance (C,) of what reaches each norm in eval mode, by path, in float64.
+
+        It is measured on the images, or without them on the network's example, which is noise. What
+        cannot be measured is left out.
+        """
+        examples = self.network.examples[:1] if self.images is None else self.images.calls
+        model = copy.deepcopy(self.model)
+        norms = {site.path: model.get_submodule(site.path) for site in self.sites}
+        try:
+            moments = channel_moments.measure(model, norms, examples).moments
+        except NormswapError:
+            return {}
+        return {path: measured.variance.cpu() for path, measured in moments.items()}
+
     def bias_before(self, site: StoredNorm) -> Tensor:
         """Return the bias of the layer right before a norm, or 0."""
         bias = getattr(self.layer_before(site), "bias", None)
@@ -262,14 +293,21 @@ class Case:
         )
 
 
-# A check yields the faults that it finds. A question that it cannot decide is yielded as text.
-Check: TypeAlias = Callable[[Case], Iterator[Finding | str]]
+# A check yields the faults that it finds. A question that it cannot decide is yielded as text, and
+# what is no fault as a remark. After a fault or a question, the checks on images are left out.
+Check: TypeAlias = Callable[[Case], Iterator[Finding | Remark | str]]
 
 
 def rule(
-    name: str, hits: Callable[[Case, StoredNorm], bool], evidence: str, cost: str, mend: str = ""
+    name: str,
+    hits: Callable[[Case, StoredNorm], bool],
+    evidence: str,
+    cost: str,
+    mend: str = "",
+    *,
+    unless: str = "",
 ) -> Check:
-    """Return a check of each norm by itself, whose findings are certain.
+    """Return a check of each norm by itself.
 
     Args:
         name: The name of the finding.
@@ -278,22 +316,29 @@ def rule(
         cost: The harm that the fault does.
         mend: The remedy, in which "{}" stands for the network's name. The default is to measure the
             statistics anew.
+        unless: The past of a sound network that leaves the same numbers. The finding is LIKELY if
+            there is such a past, and CERTAIN if there is none.
     """
 
-    def check(case: Case) -> Iterator[Finding | str]:
+    def check(case: Case) -> Iterator[Finding | Remark | str]:
         """Yield one finding of all norms that have the fault."""
         sites = [site for site in case.sites if hits(case, site)]
         if sites:
             yield Finding(
                 name,
                 paths=paths_of(sites),
-                evidence=evidence.format(count_text(sites, case.sites)),
-                certainty=Certainty.CERTAIN,
+                evidence=with_exception(evidence.format(count_text(sites, case.sites)), unless),
+                certainty=Certainty.LIKELY if unless else Certainty.CERTAIN,
                 cost=cost,
                 mend=mend.format(case.name) or case.recalibrate,
             )
 
     return check
+
+
+def with_exception(evidence: str, unless: str) -> str:
+    """Return evidence, followed by the past of a sound network that leaves the same numbers."""
+    return f"{evidence}. No fault if {unless}" if unless else evidence
 
 
 def python_line(case: Case, sites: Sequence[StoredNorm], statement: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from normswap.diagnosis.answers import class_scores
 from normswap.diagnosis.drift import measured_drifts
 from normswap.diagnosis.findings import Case, Certainty, Finding
 from normswap.diagnosis.image_batches import PARTS, ImageBatches
@@ -42,6 +43,10 @@ _CLEARLY = ((2.0, 0.01), (5.0, 0.05))
 # Pixels may leave 0..1 by so much, because of rounding.
 _ROUNDED = 0.02
 _BATCH = 32
+# Exchanged colours are reported if they lower the entropy by so many nats, and by so many standard
+# errors of the mean over images.
+_SURER = 0.05
+_SURER_ERRORS = 4.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,56 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
         cost="every layer sees other values than in training",
         mend=_mend(case, best.preparation),
     )
+
+
+def exchanged_colours(case: Case) -> Iterator[Finding]:
+    """Find images whose red and blue are exchanged, by the scores of a classifier.
+
+    Exchanging them hardly moves the statistics of photographs. But a classifier is surer of its
+    answers to images as it was trained on: their scores have a lower entropy.
+    """
+    if case.images is None or case.images.images is None:
+        return
+    images = case.images.images.cpu()
+    config = data_config(case.model)
+    if images.shape[1] != 3 or len(config["mean"]) not in (1, 3) or case.images.colourless:
+        return
+
+    present = _Preparation(tuple(config["mean"]), tuple(config["std"]), reverses=False)
+    reversed_order = replace(present, reverses=True)
+    reversed_images = ImageBatches.read(
+        case.model, reversed_order.apply(present.undo(images)).split(_BATCH)
+    )
+    as_given = ImageBatches.read(case.model, images.split(_BATCH))
+    given_entropy = _entropies(case.model, as_given)
+    reversed_entropy = _entropies(case.model, reversed_images)
+    if given_entropy is None or reversed_entropy is None:
+        return
+
+    gain = given_entropy - reversed_entropy
+    error = float(gain.std()) / len(gain) ** 0.5
+    if float(gain.mean()) < max(_SURER, _SURER_ERRORS * error):
+        return
+    yield Finding(
+        "preprocessing",
+        paths=tuple(site.path for site in case.sites[:1]),
+        evidence=(
+            f"with red and blue exchanged (channels as BGR) the answers to {len(gain)} images are"
+            f" surer: their entropy is {float(reversed_entropy.mean()):.2f} nats, not"
+            f" {float(given_entropy.mean()):.2f}"
+        ),
+        certainty=Certainty.LIKELY,
+        cost="every layer sees other colours than in training",
+        mend=_mend(case, reversed_order),
+    )
+
+
+def _entropies(model: nn.Module, images: ImageBatches) -> Tensor | None:
+    """Return the entropy of each image's class scores (N,) in nats, or None without such scores."""
+    scores = class_scores(model, images.calls)
+    if scores is None:
+        return None
+    return -(scores.softmax(1) * scores.log_softmax(1)).sum(1)
 
 
 def _trials(present: _Preparation, images: Tensor) -> Iterator[_Trial]:

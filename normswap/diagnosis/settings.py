@@ -9,16 +9,18 @@ from torch import fx, nn
 
 from normswap import provenance
 from normswap.calibration import population
-from normswap.diagnosis.drift import measured_drifts
+from normswap.diagnosis.drift import contradicts_weights, measured_drifts
 from normswap.diagnosis.findings import (
     Case,
     Certainty,
     Finding,
+    Remark,
     StoredNorm,
     count_text,
     paths_of,
     python_line,
     rule,
+    with_exception,
 )
 from normswap.graph.tracing import Traced, inputs
 from normswap.models import kinds, zoo
@@ -36,7 +38,7 @@ _CLEARLY = 2.0
 _LARGEST_MOMENTUM = 0.5
 
 
-def unlike_builder(case: Case) -> Iterator[Finding]:
+def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
     """Find norms whose eps is not the eps of the architecture, because no checkpoint stores it."""
     bare = case.bare
     if bare is None:
@@ -54,17 +56,26 @@ def unlike_builder(case: Case) -> Iterator[Finding]:
             wrong.setdefault((site.eps, built_eps), []).append(site)
 
     for (eps, built_eps), sites in wrong.items():
+        count = count_text(sites, case.sites)
+        evidence = f"eps is {eps:g} in {count}; the library builds them with {built_eps:g}"
+        if _is_nearer(case, eps, built_eps):
+            yield Remark(f"{evidence}. The statistics fit the images better with {eps:g}: keep it")
+            continue
         yield Finding(
             "eps",
             paths=paths_of(sites),
-            evidence=(
-                f"eps is {eps:g} in {count_text(sites, case.sites)}; the library builds them with"
-                f" {built_eps:g}"
-            ),
-            certainty=Certainty.CERTAIN,
+            evidence=with_exception(evidence, f"it was trained with {eps:g}"),
+            certainty=Certainty.LIKELY,
             cost=_cost_of_eps(eps, built_eps),
             mend=python_line(case, sites, f"norm.eps = {built_eps!r}"),
         )
+
+
+def _is_nearer(case: Case, eps: float, other_eps: float) -> bool:
+    """Whether images show that the norms' inputs fit their statistics clearly better with `eps`."""
+    if case.images is None or len({site.eps for site in case.sites}) != 1:
+        return False
+    return _mean_distance(case) * _CLEARLY < _mean_distance(_with_eps(case, other_eps))
 
 
 def _cost_of_eps(eps: float, right: float) -> str:
@@ -98,9 +109,9 @@ def fused(case: Case) -> Iterator[Finding]:
             paths=tuple(gone),
             evidence=(
                 f"{len(gone)} BatchNorms of {record.arch.name} are gone, {len(new_biases)} layers"
-                " have a bias instead"
+                " have a bias instead. No fault if it only runs, and is not trained"
             ),
-            certainty=Certainty.CERTAIN,
+            certainty=Certainty.LIKELY,
             cost="it is trained without norms, and its tensors load into no network that has them",
             mend=(
                 f"normswap convert {case.name} --to batchnorm --like {kinds.named(record.arch)}"
@@ -157,10 +168,11 @@ def _mean_distance(case: Case) -> float:
     return sum(drift.mean + drift.log_var for drift in drifts) / max(len(drifts), 1)
 
 
-def momentum(case: Case) -> Iterator[Finding]:
+def momentum(case: Case) -> Iterator[Finding | Remark]:
     """Find a momentum with which running statistics cannot follow the training.
 
-    Such a momentum is 0 or less, or so large that the last batches decide alone.
+    Such a momentum is 0 or less, or so large that the last batches decide alone. It is no fault of
+    a network whose statistics are right: the weights, or images, tell whether they are.
     """
     hit = [
         site
@@ -169,18 +181,33 @@ def momentum(case: Case) -> Iterator[Finding]:
     ]
     for value in dict.fromkeys(site.momentum for site in hit):
         sites = [site for site in hit if site.momentum == value]
+        count = count_text(sites, case.sites)
         is_stuck = value is not None and value <= 0
+        effect = "the last batches decide alone; torch's is 1 - Keras'"
+        cost = "statistics are those of a few images"
         if is_stuck:
             effect = "statistics never change"
             cost = "training leaves statistics of other weights behind"
-        else:
-            effect = "the last batches decide alone; torch's is 1 - Keras'"
-            cost = "statistics are those of a few images"
+        evidence = f"momentum is {value:g} in {count}: {effect}"
+
+        # Weights show statistics of other weights. They do not show statistics of a few images;
+        # images do, in the checks that follow.
+        has_wrong_statistics = any(contradicts_weights(case, site) for site in sites)
+        is_judged_later = is_stuck or case.images is not None
+        if is_judged_later and not has_wrong_statistics:
+            yield Remark(
+                f"{evidence}. This is no fault in eval mode; before training on:"
+                f" {python_line(case, sites, 'norm.momentum = 0.1')}"
+            )
+            continue
+
+        if not is_stuck:
+            evidence = with_exception(evidence, "the statistics were measured anew since")
         yield Finding(
             "momentum",
             paths=paths_of(sites),
-            evidence=f"momentum is {value:g} in {count_text(sites, case.sites)}: {effect}",
-            certainty=Certainty.CERTAIN,
+            evidence=evidence,
+            certainty=Certainty.LIKELY,
             cost=cost,
             mend=f"{python_line(case, sites, 'norm.momentum = 0.1')}; then {case.recalibrate}",
         )
@@ -211,6 +238,7 @@ untracked = rule(
     evidence="{} keep no running statistics (track_running_stats=False)",
     cost="an image's answer depends on the batch that it comes in, also in eval mode",
     mend="build them with track_running_stats=True, then normswap recalibrate {} --data IMAGES",
+    unless="it is always used on batches like those of its training",
 )
 in_training = rule(
     "training-mode",
@@ -218,6 +246,7 @@ in_training = rule(
     evidence="{} are in training mode, the network is in eval mode",
     cost="answers depend on the batch, and each call changes the statistics",
     mend="model.eval()",
+    unless="it adapts to its batches on purpose",
 )
 thawed = rule(
     "thawed",
@@ -225,6 +254,7 @@ thawed = rule(
     evidence="gamma and beta are frozen in {}, their statistics are not",
     cost="statistics move with every batch",
     mend="normswap convert {} --to frozen-bn (with --only PATH where others are to learn)",
+    unless="its statistics are to follow new images",
 )
 
 
@@ -248,9 +278,10 @@ def shared(case: Case) -> Iterator[Finding]:
             "shared-norm",
             paths=paths,
             evidence=(
-                f"{len(paths)} norms serve several places: one set of statistics for what differs"
+                f"{len(paths)} norms serve several places: one set of statistics for what differs."
+                " No fault if the network was trained with these statistics, in eval mode"
             ),
-            certainty=Certainty.CERTAIN,
+            certainty=Certainty.LIKELY,
             cost=(
                 "each place is normalized by the mixture; training mode, which takes each apart,"
                 " hides it"
@@ -287,13 +318,14 @@ def in_a_row(case: Case) -> Iterator[Finding]:
     evidence = f"{second} normalizes what {first} has normalized, with nothing between"
     if len(pairs) > 1:
         evidence += f"; there are {len(pairs)} such pairs"
+    evidence = with_exception(evidence, "it was built and trained so; then one of them is idle")
     firsts = dict.fromkeys(pair[0] for pair in pairs)
     only = " ".join(f"--only {path}" for path in firsts)
     yield Finding(
         "double-norm",
         paths=tuple(dict.fromkeys(itertools.chain.from_iterable(pairs))),
         evidence=evidence,
-        certainty=Certainty.CERTAIN,
+        certainty=Certainty.LIKELY,
         cost=(
             "the first one's gamma and beta have no effect in training mode; another function than"
             " in eval mode"

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 
+from normswap.diagnosis.answers import tells_images_apart
 from normswap.diagnosis.findings import (
     Case,
     Certainty,
     Finding,
+    Remark,
     StoredNorm,
     count_text,
     paths_of,
     rule,
+    with_exception,
 )
 from normswap.layers.planned_layer import Linearity
 
@@ -30,6 +33,9 @@ _DECAYED = 1e-6
 _FEWEST_FILTERS = 8
 # The variance of the filters' lengths may be so many standard errors above the variance by chance.
 _CHANCE = 4.0
+# A network that was trained in eval mode tells images apart by at least this share of what it does
+# with the images' own statistics. One whose statistics were never updated has 0.2 to 0.8.
+_AS_TRAINED = 0.95
 # At most so many norms are named in the evidence.
 _NAMED = 4
 
@@ -40,15 +46,18 @@ def _is_broken(value: Tensor | None) -> bool:
 
 
 def _has_broken_statistics(case: Case, site: StoredNorm) -> bool:
-    return _is_broken(site.mean) or _is_broken(site.var)
+    is_broken = _is_broken(site.mean) or _is_broken(site.var)
+    return is_broken and case.is_called(site)
 
 
 def _has_broken_parameters(case: Case, site: StoredNorm) -> bool:
-    return _is_broken(site.gamma) or _is_broken(site.beta)
+    is_broken = _is_broken(site.gamma) or _is_broken(site.beta)
+    return is_broken and case.is_called(site)
 
 
-def _has_negative_variance(case: Case, site: StoredNorm) -> bool:
-    return bool((site.var < 0).any())
+def _has_no_root(case: Case, site: StoredNorm) -> bool:
+    """Whether variance plus eps is below 0 in a channel, so that it has no square root."""
+    return bool((site.var + site.eps < 0).any()) and case.is_called(site)
 
 
 broken_statistics = rule(
@@ -66,29 +75,49 @@ broken_parameters = rule(
 )
 negative_variance = rule(
     "negative-variance",
-    _has_negative_variance,
+    _has_no_root,
     evidence=(
         "variances are negative in {}: statistics were mixed up, or subtracted from one another"
     ),
-    cost="the square root is NaN, or of the wrong number",
+    cost="the square root is NaN",
 )
 
 
-def never_updated(case: Case) -> Iterator[Finding]:
-    """Find statistics of a new norm, mean 0 and variance 1."""
-    yield from _never_updated_in_part(case)
+def unused_and_broken(case: Case) -> Iterator[Remark]:
+    """Remark on norms with NaN or infinity that the recorded forward never calls."""
+    unused = [
+        site
+        for site in case.sites
+        if not case.is_called(site) and any(map(_is_broken, (site.mean, site.var, site.gamma)))
+    ]
+    if unused:
+        yield Remark(
+            f"{count_text(unused, case.sites)} hold NaN or infinity, but the forward pass does not"
+            f" call them: {', '.join(paths_of(unused)[:_NAMED])}"
+        )
+
+
+def never_updated(case: Case) -> Iterator[Finding | str]:
+    """Find statistics of a new norm, mean 0 and variance 1.
+
+    A network that was trained in eval mode keeps them, and is right with them. Its answers to
+    images tell which it is.
+    """
     hit = [site for site in case.sites if site.starts_at_init]
+    yield from _never_updated_in_part(case)
 
     trained = [site for site in hit if not site.is_untouched]
     if trained:
-        count = count_text(trained, case.sites)
-        yield Finding(
-            "never-updated",
-            paths=paths_of(trained),
-            evidence=f"mean 0 and variance 1 in {count}, with trained gammas",
-            certainty=Certainty.CERTAIN,
+        # If only some norms are new, the answers of a broken network still differ between images,
+        # only less. So the norms are trusted only if the answers differ at least as much.
+        is_whole = len(trained) == len(case.sites)
+        yield _new_statistics(
+            case,
+            trained,
+            evidence=f"mean 0 and variance 1 in {count_text(trained, case.sites)}, with trained"
+            " gammas",
             cost="in eval mode they do not normalize; training mode hides it",
-            mend=case.recalibrate,
+            least_share=_AS_TRAINED if is_whole else 1.0,
         )
 
     fresh = [site for site in hit if site.is_untouched and _reads_fresh_weights(case, site)]
@@ -110,24 +139,56 @@ def never_updated(case: Case) -> Iterator[Finding]:
         )
 
 
-def _never_updated_in_part(case: Case) -> Iterator[Finding]:
+def _never_updated_in_part(case: Case) -> Iterator[Finding | str]:
     """Find norms with the statistics of a new norm in some of their channels."""
     counts = {site: int(site.at_init.sum()) for site in case.sites if not site.starts_at_init}
     hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
     if hit:
         new_channels = sum(counts[site] for site in hit)
         all_channels = sum(_width(site) for site in hit)
-        yield Finding(
-            "never-updated",
-            paths=paths_of(hit),
+        yield _new_statistics(
+            case,
+            hit,
             evidence=(
                 f"mean 0 and variance 1 in {new_channels} of {all_channels} channels of"
                 f" {count_text(hit, case.sites)}, not in the rest"
             ),
-            certainty=Certainty.CERTAIN,
             cost="in eval mode these channels are not normalized; training mode hides it",
-            mend=case.recalibrate,
+            least_share=1.0,
         )
+
+
+def _new_statistics(
+    case: Case, sites: list[StoredNorm], *, evidence: str, cost: str, least_share: float
+) -> Finding | str:
+    """Return the finding for norms with the statistics of new ones, or that they are right.
+
+    Args:
+        case: The network.
+        sites: The norms.
+        evidence: What was seen.
+        cost: The harm that is done, if the norms were trained in training mode.
+        least_share: The statistics are right if the answers differ between images by this share of
+            what they differ with the images' own statistics.
+    """
+    if case.images is not None and tells_images_apart(case, least_share):
+        return (
+            f"{evidence}. Its answers to the images are as different as they should be, so it was"
+            " trained in eval mode: the statistics are right as they are, and new ones would undo"
+            " the training"
+        )
+
+    unless = "it was trained in eval mode; then new statistics undo the training"
+    if case.images is None:
+        unless += f" (normswap doctor {case.name} --data {case.data} tells)"
+    return Finding(
+        "never-updated",
+        paths=paths_of(sites),
+        evidence=with_exception(evidence, unless),
+        certainty=Certainty.LIKELY,
+        cost=cost,
+        mend=f"{case.recalibrate}, and measure before and after",
+    )
 
 
 def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
@@ -156,12 +217,19 @@ def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
 
 
 def zero_variance(case: Case) -> Iterator[Finding]:
-    """Find variances of 0, or far below eps, in channels whose input does vary."""
+    """Find variances of 0, or far below eps, in channels whose input does vary.
+
+    What reaches a channel is measured in eval mode. A channel that is really constant has a
+    variance of 0 rightly.
+    """
     hit: list[StoredNorm] = []
     for site in case.sites:
         if not len(site.var) or site.starts_at_init:
             continue
         missing = (site.var.abs() < _TINY * site.eps) & _reached(case, site)
+        measured = case.input_variances.get(site.path)
+        if measured is not None and len(measured) == len(missing):
+            missing &= measured.to(missing.device) >= site.eps
         if float(missing.double().mean()) > _SWITCHED_OFF:
             hit.append(site)
 
@@ -241,15 +309,17 @@ def dead_gammas(case: Case) -> Iterator[Finding]:
         yield Finding(
             "dead-gammas",
             paths=paths_of(hit),
-            evidence=f"gammas are 0: {named}",
-            certainty=Certainty.CERTAIN,
+            evidence=with_exception(
+                f"gammas are 0: {named}", "these channels were pruned on purpose"
+            ),
+            certainty=Certainty.LIKELY,
             cost=(
                 "the channels are constant, and learn slowly or, behind a ReLU with beta <= 0,"
                 " never again"
             ),
             mend=(
-                "go back to a checkpoint before they died, or train on with a smaller rate and no"
-                " decay of gammas"
+                "if they were not pruned, go back to a checkpoint before they died, or train on"
+                " with a smaller rate and no decay of gammas"
             ),
         )
 

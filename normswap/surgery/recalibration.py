@@ -4,18 +4,19 @@ BatchNorms get statistics measured on the images. Without BatchNorms, the layers
 means and variances that they have in another network, the one before the change.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from normswap import copying
 from normswap.calibration.population import norms_of
 from normswap.calibration.restoring import restore
 from normswap.errors import OptionError, RefusedError, spelled
 from normswap.models import network_input
-from normswap.models.calling import Inputs
-from normswap.models.modes import Progress
+from normswap.models.calling import Example, Inputs, named_tensors
+from normswap.models.modes import Progress, undisturbed
 from normswap.plan import Body, Step
 from normswap.sites import affine
 from normswap.surgery import comparison
@@ -93,6 +94,77 @@ def recalibrate(
     )
 
     return replace(conversion, notes=(*conversion.notes, note))
+
+
+@dataclass(frozen=True)
+class ChangedAnswers:
+    """How much a network's answers to some images change.
+
+    Args:
+        count: The number of images.
+        changed: The share of images whose class changes. None if the network scores no classes.
+        relative_l2: The distance |after - before| / |before| of its outputs.
+    """
+
+    count: int
+    changed: float | None
+    relative_l2: float
+
+    def __str__(self) -> str:
+        distance = f"relative L2 {self.relative_l2:.1e}"
+        if self.changed is None:
+            return f"changed by {distance} on {self.count} images"
+        return f"changed on {100 * self.changed:.1f} % of {self.count} images, {distance}"
+
+
+@torch.no_grad()
+def changed_answers(
+    before: nn.Module, after: nn.Module, calls: Iterable[Example]
+) -> ChangedAnswers | None:
+    """Return how much the answers of `after` differ from those of `before`.
+
+    Args:
+        before: A network.
+        after: The same network with other statistics.
+        calls: Batches of its inputs.
+
+    Returns:
+        The change, or None if the answers before are not finite, or no output has a row of
+        floating-point numbers for each input.
+    """
+    count = 0
+    changed = 0
+    distance = 0.0
+    size = 0.0
+    scores_classes = True
+    for call in calls:
+        old_outputs = _outputs(before, call)
+        new_outputs = _outputs(after, call)
+        if not old_outputs or not all(bool(old.isfinite().all()) for old in old_outputs):
+            return None
+        count += call.count
+        for old, new in zip(old_outputs, new_outputs, strict=True):
+            distance += float((new - old).square().sum())
+            size += float(old.square().sum())
+        scores_classes &= len(old_outputs) == 1 and old_outputs[0].ndim == 2
+        scores_classes &= old_outputs[0].shape[-1] > 1
+        if scores_classes:
+            is_other = old_outputs[0].argmax(1) != new_outputs[0].argmax(1)
+            changed += int(is_other.sum())
+
+    relative_l2 = (distance / max(size, 1e-60)) ** 0.5
+    return ChangedAnswers(count, changed / count if scores_classes else None, relative_l2)
+
+
+def _outputs(model: nn.Module, call: Example) -> list[Tensor]:
+    """Return the floating-point outputs with a row for each input, in float64 on the CPU."""
+    with undisturbed(model):
+        named = named_tensors(call.map(torch.clone).call(model))
+    return [
+        value.double().cpu()
+        for _, value in named
+        if value.is_floating_point() and value.shape[:1] == (call.count,)
+    ]
 
 
 def _keeps_statistics(model: nn.Module) -> bool:

@@ -173,6 +173,12 @@ def fused(model: nn.Module) -> None:
             model.set_submodule(path, nn.Identity())
 
 
+def stuck(model: nn.Module) -> None:
+    """Momentum 0 during a training, which left statistics of other weights behind."""
+    stale(model)
+    everywhere(momentum=0.0)(model)
+
+
 FAULTS: dict[str, tuple[Plant, str]] = {
     "NaN in a variance": (fill("running_var", float("nan"), part=slice(0, 1)), "not-finite"),
     "infinite mean": (fill("running_mean", float("inf"), part=slice(2, 3)), "not-finite"),
@@ -188,7 +194,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "half of the gammas are 0": (fill("weight", 0.0, part=slice(0, None, 2)), "dead-gammas"),
     "another eps everywhere": (everywhere(eps=1e-3), "eps"),
     "another eps in one norm": (another_eps, "eps"),
-    "momentum 0": (everywhere(momentum=0.0), "momentum"),
+    "momentum 0": (stuck, "momentum"),
     "Keras' momentum": (everywhere(momentum=0.99), "momentum"),
     "statistics never updated": (reset, "never-updated"),
     "one norm never updated": (reset_one, "never-updated"),

@@ -79,9 +79,9 @@ def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Captu
         ("eps", [1e-2] * 8),
         ("eps", [1e-2] * 6 + [1e-4] * 6),
         ("eps", [1e-2] * 22),
-        ("momentum", [0.0] * 8),
-        ("momentum", [0.0] * 6 + [0.99] * 6),
-        ("momentum", [0.0] * 22),
+        ("momentum", [0.99] * 8),
+        ("momentum", [0.9] * 6 + [0.99] * 6),
+        ("momentum", [0.99] * 22),
     ],
 )
 def test_the_line_of_python_mends_every_norm(name: str, wrong_values: list[float]) -> None:

@@ -1,6 +1,6 @@
 """`normswap recalibrate`: statistics of a new domain, or of weights that were changed."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -18,16 +18,21 @@ from normswap.cli.options import (
     output_option,
     trust_words,
 )
-from normswap.cli.progress import bar
+from normswap.cli.progress import bar, working
 from normswap.cli.tables import facts, show
 from normswap.cli.terminal import say
 from normswap.errors import OptionError
 from normswap.plan import Body
 from normswap.storage import network_folder
 
+# If the answers to more than this share of the images change, the result is not called good.
+_MOST_CHANGED = 0.5
+# The answers to this many images are compared, in as many batches as they take.
+_COMPARED = 256
 KEYS = (
-    "source, data, output, notes (how much was read), report (how much the outputs change, on"
-    " noise)"
+    "source, data, output, notes (how much was read), answers (count, changed: the share of images"
+    " with another class, or null, relative_l2), passed (false if most answers change), report (how"
+    " much the outputs change, on noise)"
 )
 EXAMPLES = (
     "recalibrate demo --data demo",
@@ -96,8 +101,9 @@ def run(
 
     net = opening.open_damaged(model, device=images.device)
     from normswap.analysis import summary
+    from normswap.calibration.checked_batches import first_images
     from normswap.storage import checkpoint
-    from normswap.surgery.recalibration import recalibrate
+    from normswap.surgery.recalibration import changed_answers, recalibrate
 
     sources = []
     for name in before.against or ():
@@ -117,12 +123,21 @@ def run(
         )
     checkpoint.save(recalibrated, directory, force=force)
 
+    with working("comparing answers"):
+        calls = first_images(net, loader, _COMPARED)
+        answers = changed_answers(net, recalibrated.model, calls)
+    changed = None if answers is None else answers.changed
+    passed = recalibrated.report.passed and (changed is None or changed <= _MOST_CHANGED)
+    report = summary.of_report(recalibrated.report)
     body = {
         "source": model,
         "data": images.data,
         "output": directory,
         "notes": list(recalibrated.notes),
-        "report": summary.of_report(recalibrated.report),
+        "answers": answers and asdict(answers),
+        # Numbers that are finite are not yet answers that are right.
+        "passed": passed,
+        "report": {**report, "passed": passed},
     }
     show(body, json, _print, "verify", directory, *trust_words(net), "--data", images.data)
     return 0
@@ -131,4 +146,13 @@ def run(
 def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     tables.print_proof(body["report"])
+    if body["answers"] is not None:
+        from normswap.surgery.recalibration import ChangedAnswers
+
+        facts(("answers", ChangedAnswers(**body["answers"])))
+    if not body["passed"]:
+        say(
+            "warning: most answers change. If the network was trained with the statistics that it"
+            " had, this has undone its training: measure both on labelled images"
+        )
     say(f"written to {body['output']}")
