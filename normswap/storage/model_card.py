@@ -1,9 +1,11 @@
 """The model card that stands beside converted weights."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.utils import yaml_dump
 
 from normswap import schemes
 from normswap.errors import printable
@@ -17,8 +19,64 @@ _CARD = Path(__file__).with_suffix(".md")
 _MARKS = re.compile(r"[\\`*\[\]<|&~$]|\b_|_\b")
 
 
+@dataclass(frozen=True)
+class Accuracy:
+    """Top-1 of a network on labelled images, as its card states it.
+
+    Args:
+        top1: The share of images whose label has the highest score, in percent.
+        count: The number of images.
+        images: The name of the images for a reader.
+        split: The part of the dataset. Empty where it has no parts.
+        dataset: The repository of the dataset on the hub. With None the images are on no hub, and
+            only the card's text has the figure: the hub has no place for other images.
+        task: The name of the measurement in the dataset's `eval.yaml`.
+        source_top1: Top-1 of the network's source on the same images. None where it was not
+            measured.
+    """
+
+    top1: float
+    count: int
+    images: str
+    split: str = ""
+    dataset: str | None = None
+    task: str = "default"
+    source_top1: float | None = None
+
+    def __str__(self) -> str:
+        part = f"{_plain(self.images)}, {_plain(self.split)}" if self.split else _plain(self.images)
+        sentence = f"Top-1: **{self.top1:.2f} %** of {self.count} labelled images ({part})"
+        if self.source_top1 is None:
+            return f"{sentence}.\n"
+        return f"{sentence}; the source has {self.source_top1:.2f} % of the same images.\n"
+
+
+def eval_results(accuracy: Accuracy | None) -> dict[str, bytes]:
+    """Return the file of `.eval_results/` in which the hub looks for a figure, by its name.
+
+    The hub shows it where the dataset is one of its benchmarks. Without a dataset there is no file.
+
+    Source: https://huggingface.co/docs/hub/eval-results
+    """
+    if accuracy is None or accuracy.dataset is None:
+        return {}
+
+    notes = f"top-1 in percent, {accuracy.count} images"
+    if accuracy.split:
+        notes += f" of {printable(accuracy.split)}"
+    dataset = {"id": printable(accuracy.dataset), "task_id": printable(accuracy.task)}
+    entry = {"dataset": dataset, "value": accuracy.top1, "notes": notes}
+    name = re.sub(r"[^a-z0-9._-]", "-", accuracy.dataset.rpartition("/")[2].lower()).lstrip(".")
+    return {f".eval_results/{name}.yaml": yaml_dump([entry], sort_keys=False).encode()}
+
+
 def render(
-    record: Provenance, report: Report | None, *, code: str = "", license: str | None = None
+    record: Provenance,
+    report: Report | None,
+    *,
+    code: str = "",
+    license: str | None = None,
+    accuracy: Accuracy | None = None,
 ) -> str:
     """Return the card in Markdown: what this network is, what was done and measured, how it loads.
 
@@ -30,6 +88,7 @@ def render(
         report: The measurements. None where the weights have changed since.
         code: Code that loads the network. The default opens the directory of the card.
         license: The license of the weights, by the hub's name.
+        accuracy: Top-1 of this network on labelled images. None where it was not measured.
     """
     steps = [_described(step) for step in record.plan.steps]
     arch = getattr(record.arch, "name", "network")
@@ -41,13 +100,17 @@ def render(
 
     builders = [record.arch.builder] if record.arch else []
     base = base_model(record)
+    dataset = accuracy.dataset if accuracy else None
     data = ModelCardData(
         license=license and printable(license),
         base_model=base and printable(base),
+        datasets=[printable(dataset)] if dataset else None,
+        metrics=["accuracy"] if accuracy else None,
+        pipeline_tag=task,
         library_name="normswap" if "normswap" in code else "timm",
-        tags=[task, *map(printable, builders), "normswap"],
+        tags=[*map(printable, builders), "normswap"],
         model_name=printable(title),
-        eval_results=_results(task, report) if report else None,
+        eval_results=_results(task, accuracy),
     )
 
     # A path is of no use to anybody else.
@@ -56,6 +119,8 @@ def render(
     measured = "Not verified since the last change to its weights.\n"
     if report:
         measured = _measured(report)
+    if accuracy:
+        measured = f"{accuracy}\n{measured}"
     reversible = record.norms and (not report or report.exact)
     return _CARD.read_text(encoding="utf-8").format(
         data=data.to_yaml(),
@@ -105,16 +170,24 @@ def _code_span(text: str) -> str:
     return f"{fence}{padding}{text}{padding}{fence}"
 
 
-def _results(task: str, report: Report) -> list[EvalResult]:
-    """Return the measurements of a conversion as the hub's evaluation results."""
-    kept = report.kept
-    inputs = printable(report.inputs)
-    results = [EvalResult(task, "noise", inputs, "relative_l2", report.worst.relative_l2)]
-    if kept is not None and kept.agreement is not None:
-        results.append(
-            EvalResult(task, "images", f"{kept.count} held-out images", "agreement", kept.agreement)
-        )
-    return results
+def _results(task: str, accuracy: Accuracy | None) -> list[EvalResult] | None:
+    """Return top-1 as the hub's evaluation result; None where no dataset of the hub was used.
+
+    Distances on noise and agreement with the source are no results on a dataset: the text has them.
+    """
+    if accuracy is None or accuracy.dataset is None:
+        return None
+    result = EvalResult(
+        task_type=task,
+        dataset_type=printable(accuracy.dataset),
+        dataset_name=printable(accuracy.images),
+        dataset_split=printable(accuracy.split) or None,
+        dataset_args={"images": accuracy.count},
+        metric_type="accuracy",
+        metric_name="top-1, percent",
+        metric_value=accuracy.top1,
+    )
+    return [result]
 
 
 def _described(step: Step) -> str:

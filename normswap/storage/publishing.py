@@ -5,7 +5,8 @@ A network that timm can build without normswap is published so that
 
 Only the files that `checkpoint.save` writes leave this machine, in one commit. The two files of
 tensors are sent as they were checked. config.json and the card are written anew from the record in
-the weights. A directory with a link among these files is refused.
+the weights. A measured top-1 becomes one more file, in `.eval_results/`. A directory with a link
+among these files is refused.
 """
 
 import json
@@ -68,6 +69,7 @@ def push(
     private: bool = False,
     message: str = "",
     trust_factory: bool = False,
+    accuracy: model_card.Accuracy | None = None,
 ) -> Published:
     """Publish a directory that `save` wrote as `owner/name`.
 
@@ -83,6 +85,8 @@ def push(
         message: The message of the commit.
         trust_factory: Whether the user's factory that builds the network may be imported, which
             runs its code.
+        accuracy: Top-1 on labelled images, for the card and for the hub's `.eval_results/`. None
+            where it was not measured.
 
     Returns:
         A record of what was published.
@@ -112,12 +116,13 @@ def push(
     else:
         by_normswap = model_card.loading_code(f"hf-hub:{repo}", record)
         code = _code_by_timm(model, record.arch, folder, repo) or by_normswap
-    card = model_card.render(record, header.report, code=code, license=license)
+    card = model_card.render(record, header.report, code=code, license=license, accuracy=accuracy)
 
     contents = {
         WEIGHTS: files.contents[WEIGHTS],
         CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
         CARD: card.encode(),
+        **model_card.eval_results(accuracy),
     }
     # `load` has compared the norms with the hash that `save` noted.
     if NORMS in files.contents and NORMS in header.hashes:

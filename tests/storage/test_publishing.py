@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import timm
 import torch
@@ -23,7 +24,9 @@ from support.model_sources import write_folder
 from torch import nn
 
 import normswap
+from normswap import reading
 from normswap.cli.app import main
+from normswap.cli.commands import push_command
 from normswap.plan import Arch
 from normswap.provenance import Provenance
 from normswap.storage import checkpoint, model_card
@@ -94,11 +97,8 @@ def test_there_and_back(
         "normswap",
     )
 
-    (result,) = card.data.eval_results
-    assert (result.metric_type, result.metric_value) == (
-        "relative_l2",
-        done.report.worst.relative_l2,
-    )
+    assert card.data.eval_results is None, "noise is no dataset"
+    assert f"{done.report.worst.relative_l2:.1e}" in card.text
     assert torch.equal(outputs(by_its_card(card)), outputs(done.model))
 
     again = checkpoint.open_model("hf-hub:me/small")
@@ -295,6 +295,81 @@ def test_private_reaches_the_hub_and_a_public_repository_is_refused(
     assert (hub["me/open"] / "README.md").read_bytes() == before
 
 
+MEASURED = model_card.Accuracy(
+    top1=79.125,
+    count=50000,
+    images="ImageNet-1k",
+    split="validation",
+    dataset="ILSVRC/imagenet-1k",
+    source_top1=79.5,
+)
+
+
+def test_the_card_has_the_top1_that_was_measured_with_split_and_number_of_images() -> None:
+    record = Provenance(Arch("resnet18"), "resnet18.a1_in1k", "ab12", {"num_classes": 1000})
+
+    card = ModelCard(model_card.render(record, None, license="mit", accuracy=MEASURED))
+
+    assert card.data.datasets == ["ILSVRC/imagenet-1k"]
+    assert card.data.metrics == ["accuracy"]
+    assert card.data.pipeline_tag == "image-classification"
+    assert card.data.base_model == "timm/resnet18.a1_in1k"
+    (result,) = card.data.eval_results
+    assert (result.dataset_type, result.dataset_split) == ("ILSVRC/imagenet-1k", "validation")
+    assert result.dataset_args == {"images": 50000}
+    assert (result.metric_type, result.metric_value) == ("accuracy", 79.125)
+    line = "**79.12 %** of 50000 labelled images (ImageNet-1k, validation); the source has 79.50 %"
+    assert line in card.text
+
+
+def test_images_of_no_hub_are_in_the_text_alone() -> None:
+    record = Provenance(Arch("resnet18"), "demo", "ab12", {"num_classes": 10})
+    measured = replace(MEASURED, dataset=None, images="my [photos](x)", split="")
+
+    card = ModelCard(model_card.render(record, None, license="mit", accuracy=measured))
+
+    assert (card.data.datasets, card.data.eval_results) == (None, None)
+    assert model_card.eval_results(measured) == {}
+    assert r"(my \[photos\](x))" in card.text
+
+
+def test_the_hub_finds_the_figure_in_its_own_format() -> None:
+    ((name, content),) = model_card.eval_results(MEASURED).items()
+
+    assert name == ".eval_results/imagenet-1k.yaml"
+    (entry,) = reading.parse_yaml(content.decode())
+    assert entry == {
+        "dataset": {"id": "ILSVRC/imagenet-1k", "task_id": "default"},
+        "value": 79.125,
+        "notes": "top-1 in percent, 50000 images of validation",
+    }
+    # Older clients cannot read the format.
+    if hasattr(huggingface_hub, "parse_eval_result_entries"):
+        (parsed,) = huggingface_hub.parse_eval_result_entries([entry])
+        assert (parsed.dataset_id, parsed.value) == ("ILSVRC/imagenet-1k", 79.125)
+
+
+def test_push_measures_on_the_images_that_are_named(
+    hub: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normswap.save(normswap.convert(normswap.open("demo"), to="folded"), "out")
+    options = ["--license", "other", "--samples", "50", "--workers", "0"]
+
+    assert main(["push", "out", "me/local", *options, "--data", "demo"]) == 0
+
+    text = ModelCard.load("me/local").text
+    assert re.search(r"Top-1: \*\*8\d\.00 %\*\* of 50 labelled images \(demo\)", text)
+    assert not (hub["me/local"] / ".eval_results").exists()
+
+    # A dataset of the hub has a name there.
+    loader = push_command.Images.loader
+    demo = push_command.Images(data="demo", samples=50, workers=0)
+    monkeypatch.setattr(push_command.Images, "loader", lambda _, model: loader(demo, model))
+    assert main(["push", "out", "me/known", *options, "--data", "hfds/me/photos"]) == 0
+    assert ModelCard.load("me/known").data.datasets == ["me/photos"]
+    assert (hub["me/known"] / ".eval_results/photos.yaml").is_file()
+
+
 BASES = {
     "resnet18.a1_in1k": "timm/resnet18.a1_in1k",
     "hf-hub:me/net@v2": "me/net",
@@ -344,8 +419,8 @@ def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sour
         "timm",
     )
 
-    (result,) = card.data.eval_results
-    assert result.metric_value == folded.report.worst.relative_l2
+    assert card.data.eval_results is None
+    assert f"{folded.report.worst.relative_l2:.1e}" in card.text
 
     torch.save(outputs(folded.model), "wanted.pt")
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)

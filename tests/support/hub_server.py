@@ -97,6 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             entry = json.loads(line)
             if entry["key"] == "file":
                 file = self.repos[repo] / entry["value"]["path"]
+                file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(b64decode(entry["value"]["content"]))
 
         url = f"{self._address}/{repo}/commit/{COMMIT}"
@@ -144,7 +145,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self._file(file, body)
 
     def _info(self, repo: str) -> dict[str, Any]:
-        files = [{"rfilename": file.name} for file in sorted(self.repos[repo].iterdir())]
+        folder = self.repos[repo]
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = [{"rfilename": path.relative_to(folder).as_posix()} for path in paths]
         return {
             "id": repo,
             "modelId": repo,
