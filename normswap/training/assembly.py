@@ -30,7 +30,14 @@ from normswap.surgery.network import Network
 from normswap.training.optimizing import Objective, Teacher, find_head, optimizer, scheduler
 from normswap.training.recipe import Distill, Recipe
 from normswap.training.run_folder import TRACKERS, State
-from normswap.training.training_images import Share, TrainingImages, drawn_by, places, validation
+from normswap.training.training_images import (
+    Share,
+    TrainingImages,
+    drawn_by,
+    held_out,
+    places,
+    validation,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -337,9 +344,6 @@ class Task:
 
         record = subject.preprocessing(recipe.data.input_size)
         self.images = images
-        # An epoch has whole batches only. Each one leaves out other images.
-        self.per_epoch = len(images.images) // recipe.data.batch_size
-        self.updates = max(round(train.epochs * self.per_epoch), 1)
 
         classifies = images.labelled or network_input.classifies(
             subject.module, record["input_size"]
@@ -349,6 +353,15 @@ class Task:
             self.validation = validation(
                 record, recipe.data, self.share, train.seed, batch=max(micro, 64)
             )
+        # Without accuracies, networks are compared by their loss on inputs that are held out.
+        self.held_out: datasets.Loader | None = None
+        if self.validation is None and validates:
+            self.held_out = held_out(record, recipe.data, images)
+
+        # An epoch has whole batches only. Each one leaves out other images.
+        self.per_epoch = len(images.images) // recipe.data.batch_size
+        self.updates = max(round(train.epochs * self.per_epoch), 1)
+
         # With None no label is checked against the number of classes.
         self.classes: int | None = None
         if images.labelled:

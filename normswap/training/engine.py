@@ -24,6 +24,7 @@ from normswap.copying import duplicate
 from normswap.errors import OptionError, SourceError, TrainingError
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import Loader
+from normswap.models.modes import evaluating
 from normswap.models.preprocessing import assumption
 from normswap.storage import atomic_write
 from normswap.training import assembly, recipe_files
@@ -72,7 +73,8 @@ class Result:
 
     Args:
         best: The directory of the network with the best validation accuracy, averaged or not.
-            Without validation images it is the network with the lowest training loss.
+            Without accuracies it is the network with the lowest loss on held-out inputs. The
+            network before training is one of them.
         last: The directory of the network after the last update.
         model: The network after the last update, in eval mode, on the CPU.
         rows: The rows of metrics.csv.
@@ -358,17 +360,24 @@ class TrainingRun:
         at = self.at
         task = self.task
         plain = measure(task.raw, task.validation, self.engine)
+        loss = self._held_out_loss(task.raw)
         averaged: Evaluation | None = None
+        averaged_loss: float | None = None
         if task.ema and began:
             averaged = measure(task.ema.module, task.validation, self.engine)
+            averaged_loss = self._held_out_loss(task.ema.module)
 
         # The averaged network stands for the epoch if it is better than the one that was trained.
         network = task.raw
-        if averaged is not None and plain is not None and averaged.top1 > plain.top1:
+        is_more_accurate = averaged is not None and plain is not None and averaged.top1 > plain.top1
+        has_less_loss = averaged_loss is not None and loss is not None and averaged_loss < loss
+        if is_more_accurate or has_less_loss:
             assert task.ema is not None
             network = task.ema.module
+        if has_less_loss:
+            loss = averaged_loss
 
-        row = self._row(plain, averaged, began=began)
+        row = self._row(plain, averaged, loss, began=began)
         at.rows = [*at.rows, row]
         at.loss = 0.0
         at.seconds = 0.0
@@ -376,6 +385,7 @@ class TrainingRun:
         if is_better:
             at.best = score(row)
             at.best_epoch = row["epoch"]
+        self._warn_of_rise(loss)
 
         if self.engine.is_main_process:
             if is_better:
@@ -387,7 +397,53 @@ class TrainingRun:
             )
         self._save()
 
-    def _row(self, plain: Evaluation | None, averaged: Evaluation | None, *, began: bool) -> Row:
+    @torch.no_grad()
+    def _held_out_loss(self, model: nn.Module) -> float | None:
+        """Return the mean loss of a network in eval mode on the held-out inputs.
+
+        None says that there are none, because accuracies are measured. Every process measures all
+        of them.
+        """
+        task = self.task
+        if task.held_out is None:
+            return None
+
+        total = 0.0
+        count = 0
+        with evaluating(model):
+            for batch in task.held_out:
+                images, labels = self._placed(*batch)
+                target = labels if task.objective.labels else torch.zeros_like(labels)
+                total += float(task.objective.loss(model, images, target)) * len(images)
+                count += len(images)
+        return total / count
+
+    def _warn_of_rise(self, loss: float | None) -> None:
+        """Say, the first time and at the end, that training has raised the held-out loss."""
+        rows = self.at.rows
+        began_with = rows[0]["val_loss"]
+        if loss is None or began_with is None or not _is_risen(loss, began_with):
+            return
+
+        rose_before = any(_is_risen(row["val_loss"], began_with) for row in rows[1:-1])
+        is_end = self.at.update == self.task.updates
+        if is_end or not rose_before:
+            kept = f"the network of epoch {self.at.best_epoch:g}"
+            if self.at.best_epoch == 0:
+                kept = "the network as it began; lower optim.lr"
+            self.say(
+                f"the loss on held-out inputs has risen from {began_with:.4g} to {loss:.4g}: best/"
+                f" stays {kept}"
+            )
+
+    def _row(
+        self,
+        plain: Evaluation | None,
+        averaged: Evaluation | None,
+        held_out_loss: float | None,
+        *,
+        began: bool,
+    ) -> Row:
         """Return the row of metrics.csv for this epoch, with None for what was not measured."""
         at = self.at
         row: Row = dict.fromkeys(COLUMNS)
@@ -401,6 +457,8 @@ class TrainingRun:
             )
         if plain is not None:
             row.update(top1=plain.top1, top5=plain.top5, val_loss=plain.loss)
+        elif held_out_loss is not None:
+            row.update(val_loss=held_out_loss)
         if averaged is not None and plain is not None:
             row.update(ema_top1=averaged.top1)
         return row
@@ -489,12 +547,20 @@ def precise(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def _is_risen(loss: float | None, began_with: float) -> bool:
+    """Whether a loss is above the loss that training began with by more than rounding."""
+    return loss is not None and not loss <= began_with * 1.01 + 1e-6
+
+
 def score(row: Row) -> float:
     """Return the score of a network; a higher score is better.
 
-    It is the accuracy, or, without validation images, minus the training loss.
+    It is the accuracy, or, where none was measured, minus the loss on held-out inputs. The training
+    loss is no score: it is the mean over an epoch of networks that were not kept.
     """
     accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
-    if row["train_loss"] is not None:
-        accuracies = accuracies or [-row["train_loss"]]
-    return max(accuracies, default=-math.inf)
+    if accuracies:
+        return max(accuracies)
+    if row["val_loss"] is None or math.isnan(row["val_loss"]):
+        return -math.inf
+    return -row["val_loss"]

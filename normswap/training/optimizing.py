@@ -310,14 +310,28 @@ class Objective:
             seed: A seed of several parts, from which mixup draws (`drawn_by`).
         """
         target = labels if self.labels else torch.zeros_like(labels)
-        if self.mixup is not None:
-            with drawn_by(*seed):
-                images, target = self.mixup(images, target)
+        if self.mixup is None:
+            return self.loss(model, images, target, smoothing=self.smoothing)
 
+        with drawn_by(*seed):
+            images, target = self.mixup(images, target)
+        return self.loss(model, images, target)
+
+    def loss(
+        self, model: nn.Module, images: Tensor, target: Tensor, *, smoothing: float = 0.0
+    ) -> Tensor:
+        """Return the mean loss over images as they are, without mixup.
+
+        Args:
+            model: The network.
+            images: The images (N, C, H, W).
+            target: Their labels (N,) or shares of classes (N, classes), which are not read where
+                the teacher alone teaches.
+            smoothing: The label smoothing.
+        """
         output = model(images)
         loss = torch.zeros((), device=images.device)
         if self.labels:
-            smoothing = 0.0 if self.mixup is not None else self.smoothing
             loss = self.labels * F.cross_entropy(scores(output), target, label_smoothing=smoothing)
         if self.distill and self.teacher:
             with torch.no_grad():

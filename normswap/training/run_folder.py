@@ -8,7 +8,8 @@ state/run.pt   everything that is needed to continue. It is read by torch.load w
 recipe.yaml    the recipe, every key with its value
 trackers/      what TensorBoard and other trackers write
 best/, last/   networks, as `normswap convert` writes them
-metrics.csv    one row per epoch; the first is the network before training
+metrics.csv    one row per epoch; the first is the network before training. Without accuracies,
+               val_loss is the loss on held-out inputs
 """
 
 import csv

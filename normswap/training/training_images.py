@@ -29,6 +29,8 @@ from normswap.plan import Body
 from normswap.training.recipe import Augment, Data as DataPart
 
 Example = tuple[Tensor, int]
+# Networks are compared by their loss on at most so many inputs.
+_MOST_HELD_OUT = 256
 _GIVE = "Give data.validation=PATH, or --data PATH (data.root) that holds train and val"
 
 
@@ -267,6 +269,44 @@ def validation(
     return loader
 
 
+def held_out(model: Body, data: DataPart, images: TrainingImages) -> datasets.Loader:
+    """Return inputs on which networks are compared by their loss, where no accuracy is measured.
+
+    They are validation images if there are any. Otherwise a tenth of the training images is taken
+    out of training for it, at most `_MOST_HELD_OUT`. If too few would be left for a batch, the
+    training images themselves serve.
+
+    Args:
+        model: The record of how the network takes images (`datasets.image_record`).
+        data: The recipe's part on images.
+        images: The training images, whose rows are changed in place.
+    """
+    rows = images.images.rows
+    place = places(data)[1]
+    if place is not None:
+        loader = datasets.make_loader(
+            model,
+            place,
+            workers=data.workers,
+            samples=_MOST_HELD_OUT,
+            seed=images.seed,
+            labelled=images.labelled,
+        )
+    else:
+        count = min(len(rows) // 10, _MOST_HELD_OUT)
+        if len(rows) - count < data.batch_size:
+            count = 0
+        chosen = {rows[index] for index in datasets.drawn_rows(len(rows), count, images.seed)}
+        images.images.rows = [row for row in rows if row not in chosen]
+        everything = datasets.make_loader(
+            model, images.place, split="train", workers=data.workers, labelled=images.labelled
+        )
+        loader = everything.only(sorted(chosen) or rows[:_MOST_HELD_OUT])
+
+    loader.batches.worker_init_fn = ignore_sigterm
+    return loader
+
+
 def ignore_sigterm(worker: int) -> None:
     """Ignore SIGTERM in a loader's process.
 
@@ -324,7 +364,8 @@ def image_notes(
     if checked is None:
         notes.append(
             "there are no validation images: top-1 is not measured, and best/ is the network with"
-            f" the lowest loss. {_GIVE}"
+            " the lowest loss on inputs that are held out of training (a tenth, 256 at most). The"
+            f" network before training is one of them. {_GIVE}"
         )
         return notes
     return list(dict.fromkeys([*notes, *checked.notes]))

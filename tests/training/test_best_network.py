@@ -80,11 +80,12 @@ def test_best_is_the_network_that_was_most_accurate(
         ({"top1": 30.0, "ema_top1": 40.0, "train_loss": 9.0}, 40.0),
         ({"top1": 30.0, "ema_top1": 20.0, "train_loss": 9.0}, 30.0),
         ({"top1": 0.0, "train_loss": 9.0}, 0.0),
-        ({"train_loss": 2.0}, -2.0),
+        ({"train_loss": 2.0, "val_loss": 3.0}, -3.0),
+        ({"train_loss": 2.0, "val_loss": float("nan")}, float("-inf")),
         ({}, float("-inf")),
     ],
 )
-def test_the_score_is_the_best_accuracy_or_the_loss_where_none_is_known(
+def test_the_score_is_the_best_accuracy_or_the_held_out_loss_where_none_is_known(
     known: Any, expected: float
 ) -> None:
     assert score({**dict.fromkeys(COLUMNS), **known}) == expected
@@ -106,3 +107,43 @@ def test_the_loss_that_is_reported_is_the_mean_over_the_batch(
     with torch.no_grad():
         expected = cross_entropy(model.train()(x.double()), labels)
     assert result.rows[-1]["train_loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def unlabelled(images: Path, **parts: Any) -> Any:
+    """A recipe in which the source teaches, without labels and validation images."""
+    return recipe(
+        images,
+        data={"batch_size": 4, "validation": None},
+        convert={"to": "frozen-bn"},
+        distill={"teacher": "source", "weight": 1},
+        **parts,
+    )
+
+
+def test_without_labels_the_network_as_it_began_stays_best_if_training_only_harms(
+    images: Path, tmp_path: Path
+) -> None:
+    """It is exact, so its loss is 0, and the first update at such a rate spoils it."""
+    model = network()
+    said: list[str] = []
+    plan = unlabelled(images, optim={"lr": 5.0}, train={"epochs": 2})
+
+    result = train(model, plan, tmp_path / "out", say=said.append)
+
+    assert result.best_epoch == 0
+    found = weights(result.best)
+    for name, parameter in model.named_parameters():
+        if found[name].ndim == 4:
+            assert torch.equal(found[name], parameter), name
+    losses = [row["val_loss"] for row in result.rows]
+    assert losses[0] == pytest.approx(0.0, abs=1e-6)
+    assert losses[-1] > 0.01
+    assert any("has risen" in sentence and "lower optim.lr" in sentence for sentence in said)
+
+
+def test_held_out_inputs_are_taken_out_of_training(tmp_path: Path) -> None:
+    many = write_images(tmp_path / "photos", per_class=3)
+    result = train(network(), unlabelled(many), tmp_path / "out")
+
+    # 27 of 30 images in batches of 4: six updates in each of two epochs.
+    assert result.updates == 12

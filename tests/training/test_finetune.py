@@ -160,11 +160,10 @@ def test_without_validation_images_it_says_so_and_what_best_means(tmp_path: Path
 
     assert said == list(result.notes)
     assert "no validation images" in said[0]
-    assert "best/ is the network with the lowest loss" in said[0]
+    assert "lowest loss on inputs that are held out" in said[0]
 
-    losses = {
-        row["epoch"]: row["train_loss"] for row in result.rows if row["train_loss"] is not None
-    }
+    losses = {row["epoch"]: row["val_loss"] for row in result.rows}
+    assert len(losses) == 4
 
     assert result.best_epoch == min(losses, key=lambda epoch: losses[epoch] or 0.0)
 
