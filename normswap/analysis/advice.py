@@ -25,6 +25,14 @@ from normswap.surgery.network import Network
 
 # With at least so many images in a batch, BatchNorm is kept.
 ENOUGH = 16
+# ResNet-50 on an H200, images a second beside BatchNorm's (tests/lab/gpu/h200.md, "Speed").
+_GROUPNORM_COST = "3.5 times slower to train and 5 times slower to run than BatchNorm"
+# Checkpoints that were trained without BatchNorm, by what they have instead.
+READY = (
+    "timm has ImageNet networks that were trained without BatchNorm: resnet50_gn,"
+    " resnetv2_50d_gn and resnetv2_50x1_bit (GroupNorm), nf_resnet50 (none). If you need no"
+    " checkpoint of your own, take one of these"
+)
 # The file holds where training ended for each target on other networks, by task.
 # tests/docs_pages.py writes it.
 _AFTER_TRAINING = Path(__file__).with_name("after_training.json")
@@ -142,7 +150,11 @@ def _planned(
     why = candidate.why
     is_v1 = any(block.order == "post" for block in network.anatomy.blocks)
     if candidate.scheme == "skipinit" and is_v1:
-        why += "; from scratch, v1 wants `regularized-skipinit` (De & Smith 2020, Table 7)"
+        why += (
+            ". This network normalizes after each convolution (v1). The paper tests SkipInit on"
+            " pre-activation networks (v2); to train a v1 network from scratch, it needs"
+            " `regularized-skipinit` (De & Smith 2020, table 7)"
+        )
 
     target = candidate.scheme
     if candidate.options:
@@ -220,7 +232,11 @@ def _without_batch_statistics(reason: str) -> Iterator[_Candidate]:
     """Yield the targets that need no statistics of the batch."""
     yield _Candidate("skipinit", f"{reason}: keeps the function; no norm, one scalar per branch")
 
-    groupnorm = _Candidate("groupnorm", f"{reason}: normalizes still, each sample by itself")
+    groupnorm = _Candidate(
+        "groupnorm",
+        f"{reason}: normalizes still, each sample by itself; on a GPU in eager mode it is"
+        f" {_GROUPNORM_COST}",
+    )
     yield groupnorm
     # The plain norm is advised beside ours, because other libraries load it as it is.
     yield replace(

@@ -5,7 +5,10 @@ source, have the same weight in the loss. All trials see the same images in the 
 
 The first round tries every target at three learning rates. In each further round the better half of
 the targets begins again, each at its best rate, for more updates. The last round has two targets.
-Each round gets the same share of the time.
+Each round gets the same share of the time. BatchNorm as it is and BatchNorm in eval mode, whose
+gammas and betas learn, take part in every round, so that the targets are compared with them.
+
+Only trials of equally many updates are compared.
 
 Source: successive halving, Jamieson & Talwalkar 2016, arXiv:1502.07943.
 """
@@ -28,6 +31,7 @@ from normswap.images.datasets import Loader, drawn_rows, image_record, make_load
 from normswap.models import devices
 from normswap.models.modes import Progress
 from normswap.plan import Body
+from normswap.sites import affine
 from normswap.surgery import conversion
 from normswap.surgery.network import Network
 from normswap.training import assembly, recipe_files
@@ -37,6 +41,9 @@ from normswap.training.run_folder import Folder
 from normswap.training.training_images import TrainingImages, places
 
 RECIPE = "recover_unlabelled"
+_IN_EVAL_MODE = "batchnorm in eval mode"
+# What every target is compared with.
+REFERENCES = ("batchnorm", _IN_EVAL_MODE)
 # The learning rates, in multiples of the recipe's.
 _RATES = (0.25, 1, 4)
 # A trial of fewer updates, or on fewer images, says nothing.
@@ -57,6 +64,7 @@ class TargetTrial:
         lr: The learning rate.
         updates: The number of updates.
         at_once: The accuracy before training, in percent.
+        loss_at_once: The mean cross-entropy before training.
         after: The accuracy after training, in percent.
         loss: The mean cross-entropy after training.
         answers: The class of each image after training, (N,).
@@ -66,6 +74,7 @@ class TargetTrial:
     lr: float
     updates: int
     at_once: float
+    loss_at_once: float
     after: float
     loss: float
     answers: Tensor
@@ -75,7 +84,7 @@ class TargetTrial:
 
         `level` says that the best trial is not known to be better: the number of images by which it
         leads is at most one standard deviation, the root of the number of images on which the two
-        differ.
+        differ. `compared` says that both had equally many updates.
         """
         differing = int((self.answers != best.answers).sum())
         more_right = (best.after - self.after) / 100 * len(self.answers)
@@ -87,6 +96,7 @@ class TargetTrial:
             "after": self.after,
             "loss": self.loss,
             "level": more_right <= math.sqrt(differing),
+            "compared": self.updates == best.updates,
         }
 
 
@@ -100,6 +110,36 @@ def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
         ]
         words += [f"convert.options.{name}={value}" for name, value in advice.options.items()]
     return [*words, "distill.weight=0.5", f"data.batch_size={batch_size}", f"optim.lr={lr:g}"]
+
+
+def references(model: nn.Module) -> list[Advice]:
+    """Return what targets are compared with: BatchNorm as it is, and in eval mode.
+
+    The list is empty for a network without BatchNorm.
+    """
+    if not any(affine.is_batchnorm(module) for module in model.modules()):
+        return []
+    why = {
+        "batchnorm": "as it is, with statistics of the batch",
+        _IN_EVAL_MODE: "statistics are constants, gammas and betas learn",
+    }
+    return [
+        Advice("batchnorm", target=target, why=why[target], command="", exact=True)
+        for target in REFERENCES
+    ]
+
+
+def is_at_edge(lr: float) -> bool:
+    """Whether a learning rate is the lowest or the highest that is tried."""
+    usual = recipe_files.load_recipe(RECIPE).optim.lr
+    return lr in (usual * min(_RATES), usual * max(_RATES))
+
+
+def _norms_to_eval(model: nn.Module, args: tuple[object, ...]) -> None:
+    """Put every BatchNorm in eval mode: a hook that runs before each forward."""
+    for module in model.modules():
+        if affine.is_batchnorm(module):
+            module.eval()
 
 
 class Trials:
@@ -144,7 +184,7 @@ class Trials:
         self.images, self.to_fit, self.held_out = self._split(images)
 
         # The network of each target, and its accuracy before training.
-        self.networks: dict[str, tuple[Network, float]] = {}
+        self.networks: dict[str, tuple[Network, Evaluation]] = {}
         self.trials: list[TargetTrial] = []
         # Seconds of an update and of an evaluation, as they were measured last.
         self.updating = 0.0
@@ -215,8 +255,11 @@ class Trials:
             for trial in (*ended, *standings):
                 best.setdefault(trial.advice.target, trial)
             standings = list(best.values())
-            better = max(2, math.ceil(len(possible) / 2 ** (number + 1)))
-            entries = [(trial.advice, trial.lr) for trial in standings[:better]]
+            targets = [trial for trial in standings if trial.advice.target not in REFERENCES]
+            better = max(2, math.ceil(len(targets) / 2 ** (number + 1)))
+            going_on = targets[:better]
+            going_on += [trial for trial in standings if trial.advice.target in REFERENCES]
+            entries = [(trial.advice, trial.lr) for trial in going_on]
 
         if not standings:
             raise self._too_short(len(entries), rounds)
@@ -253,15 +296,16 @@ class Trials:
                 network = conversion.convert(
                     network, advice.scheme, calibrate=images, **options
                 ).network
-            self.networks[advice.target] = network, self._classified(network.module)[0].top1
+            self.networks[advice.target] = network, self._classified(network.module)[0]
 
-        network, at_once = self.networks[advice.target]
+        network, before = self.networks[advice.target]
         measured, answers = self._classified(self._updated(advice, network, lr, updates))
         trial = TargetTrial(
             advice=advice,
             lr=lr,
             updates=updates,
-            at_once=at_once,
+            at_once=before.top1,
+            loss_at_once=before.loss,
             after=measured.top1,
             loss=measured.loss,
             answers=answers,
@@ -280,6 +324,8 @@ class Trials:
         # does not look for what it was made from.
         subject = assembly.Subject(network, copy.deepcopy(self.source.module))
         task = assembly.Task(subject, self.images, recipe, engine, validates=False)
+        if advice.target == _IN_EVAL_MODE:
+            task.model.register_forward_pre_hook(_norms_to_eval)
         # `update` writes nothing, so the folder is never made.
         loop = TrainingRun(task, Folder(Path(), {}), network.module, None, print)
         batches = self.images.batches(task.share, 0, updates)

@@ -129,6 +129,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str]) -> None:
         "others",
         "refused",
         "elsewhere",
+        "ready",
         "measured",
     }
     is_exact = {

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.command_line import DEMO, MODEL, Capture, files, refused, run_json
+from support.command_line import DEMO, FEW, MODEL, Capture, files, refused, run_json
 from support.model_sources import rewrite
 from torch import Tensor, nn
 
@@ -300,6 +300,29 @@ def test_verify_names_the_layer_that_was_changed(
     checkpoint.save(model, here / "tuned")
     assert main(["verify", "tuned"]) == 1
     assert f"WRONG: they differ, first at {path} (" in capfd.readouterr().out
+
+
+def test_verify_says_how_far_training_went_and_gives_no_verdict(
+    capfd: Capture, converted: Path, here: Path
+) -> None:
+    """In a run's folder, the network is not what the plan says, and is not meant to be."""
+    model = checkpoint.load(converted / "folded")
+    with torch.no_grad():
+        model.get_parameter("layer2.0.conv1.weight").mul_(1.5)
+    for name in ("recipe.yaml", "metrics.csv"):
+        (here / "run").mkdir(exist_ok=True)
+        (here / "run" / name).touch()
+    checkpoint.save(model, here / "run" / "best")
+
+    body = run_json(capfd, "verify", "run/best")
+    assert (body["passed"], body["trained"], body["apart"]) == (True, True, None)
+    assert body["report"]["logits"][-1]["relative_l2"] > 0.01
+
+    assert main(["verify", "run/best"]) == 0
+    printed = capfd.readouterr().out
+    assert "TRAINED" in printed
+    assert "FAILED" not in printed
+    assert main(["verify", "run/best", "--data", "demo", *FEW, "--min-kept", "1"]) == 1
 
 
 @pytest.mark.parametrize("changed", ["layer2.0.conv1.weight", "layer3.0.bn2.bias"])

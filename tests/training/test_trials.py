@@ -18,6 +18,7 @@ from support.small_trainings import CLASSES, network, write_images
 
 from normswap.analysis.advice import Advice
 from normswap.cli.app import main
+from normswap.cli.commands import advise_command
 from normswap.storage import checkpoint
 from normswap.surgery.network import Network
 from normswap.training import trials
@@ -69,7 +70,7 @@ def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(
             + 1000 * abs(lr - 8e-4)
             + 2.5 * (advice.scheme == "e" and updates > 50)
         )
-        tried.trials.append(TargetTrial(advice, lr, updates, 50, 50, loss, torch.zeros(8)))
+        tried.trials.append(TargetTrial(advice, lr, updates, 50, 9, 50, loss, torch.zeros(8)))
         return tried.trials[-1]
 
     monkeypatch.setattr(tried, "_trial", trial)
@@ -82,6 +83,41 @@ def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(
     assert [trial.advice.scheme for trial in ended] == ["d", "c", "e", "b", "a"]
     assert {trial.lr for trial in ended} == {8e-4}
     assert 120 < clock[0] <= 0.8 * 3 * 60
+
+
+def ended(target: str, loss: float, *, updates: int = 9, lr: float = 2e-4) -> TargetTrial:
+    advice = Advice(target, target, "", "", True)
+    return TargetTrial(advice, lr, updates, 50, 1.0, 50, loss, torch.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ("trials_ended", "words"),
+    [
+        ([ended("a", 0.5), ended("batchnorm", 0.6)], []),
+        ([ended("a", 1.5), ended("batchnorm", 1.6)], ["do not train"]),
+        ([ended("a", 1.5), ended("batchnorm", 0.6)], ["batchnorm ends with a lower loss"]),
+        ([ended("a", 0.5, lr=8e-4)], ["edge"]),
+        ([ended("a", 0.5), ended("b", 0.4, updates=3)], ["only ways with 9 updates"]),
+    ],
+)
+def test_what_trials_do_not_show_is_said(trials_ended: list[TargetTrial], words: list[str]) -> None:
+    warnings = advise_command._warnings(trials_ended, trials_ended[0])
+
+    assert len(warnings) == len(words)
+    for word, warning in zip(words, warnings, strict=True):
+        assert word in warning
+
+
+def test_norms_in_eval_mode_keep_their_statistics_while_gammas_learn() -> None:
+    model = network()
+    hook = model.register_forward_pre_hook(trials._norms_to_eval)
+    before = model.bn1.running_mean.clone()
+
+    model.train()(torch.randn(4, 3, 32, 32)).sum().backward()
+    hook.remove()
+
+    assert torch.equal(model.bn1.running_mean, before)
+    assert model.bn1.weight.grad is not None
 
 
 @pytest.fixture
@@ -100,22 +136,27 @@ def test_trials_end_in_commands_that_can_be_typed(
     clock = itertools.count(0, 0.1)
     monkeypatch.setattr(trials, "_RATES", (1,))
     monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    options = "--input-size 3,32,32 --data images --batch-size 8 --minutes 0.4 --device cpu"
+    options = "--input-size 3,32,32 --data images --batch-size 8 --minutes 0.8 --device cpu"
     how = ("advise", model, *options.split())
     body = run_json(capfd, *how)
     measured = body["measured"]
     targets = [body["choose"], *body["others"]]
 
-    assert measured["seconds"] <= 1.2 * 24
-    assert [target["scheme"] for target in targets] == [
-        trial["target"].split()[0] for trial in measured["ended"]
+    assert measured["seconds"] <= 1.2 * 48
+    assert [target["target"] for target in targets] == [
+        trial["target"] for trial in measured["ended"] if trial["target"] not in trials.REFERENCES
     ]
+    compared = [trial for trial in measured["ended"] if trial["compared"]]
+    assert len({trial["updates"] for trial in compared}) == 1
+    assert {*trials.REFERENCES} < {trial["target"] for trial in compared}
     assert {trial["target"] for trial in measured["ended"]} == {
         "skipinit",
         "groupnorm",
         "groupnorm --relative-eps 0",
         "frozen-bn",
         "tune",
+        "batchnorm",
+        "batchnorm in eval mode",
     }
     assert main(how) == 0
 

@@ -18,12 +18,14 @@ from normswap.plan import Body
 if TYPE_CHECKING:
     from normswap.analysis.advice import Advice
     from normswap.surgery.network import Network
+    from normswap.training.trials import TargetTrial
 
 KEYS = (
     "source, batch_size, private, deploy, choose (scheme, target, why, command, exact, options),"
     " others, refused (scheme: why), elsewhere (task, ended: top-1 of targets on another network),"
-    " measured (null without --data: seconds, images, held_out, ended and trials, which have"
-    " target, lr, updates, at_once, after, loss, level)"
+    " ready (checkpoints without BatchNorm), measured (null without --data: seconds, images,"
+    " held_out, warnings, ended and trials, which have target, lr, updates, at_once, after, loss,"
+    " level, compared)"
 )
 _ENDED = {
     "target": "target",
@@ -89,7 +91,7 @@ def run(
         )
 
     net = opening.open(model)
-    from normswap.analysis.advice import advise, elsewhere
+    from normswap.analysis.advice import READY, advise, elsewhere
     from normswap.surgery.network import Network
 
     network = Network(net)
@@ -123,6 +125,7 @@ def run(
         "others": others,
         "refused": refused,
         "elsewhere": {"task": task, "ended": ended_elsewhere},
+        "ready": READY,
         "measured": measured,
     }
     show(body, json, _print, *following)
@@ -148,7 +151,10 @@ def _measure(
     from normswap.training import trials
 
     minutes = 3.0 if trying.minutes is None else trying.minutes
-    with bar(f"trying {len(possible)} targets (seconds)") as progress:
+    names = [advice.target for advice in possible]
+    others = [] if private else trials.references(network.module)
+    possible = [*possible, *(other for other in others if other.target not in names)]
+    with bar(f"trying {len(possible)} ways (seconds)") as progress:
         tried = trials.Trials(
             network, str(trying.data), batch_size, minutes, trying.device, progress
         )
@@ -158,17 +164,61 @@ def _measure(
     if private:
         remark([_NO_NOISE])
 
-    best = ended[0]
+    # A target that was left behind had fewer updates, so it is ranked behind the others.
+    ranked = [trial for trial in ended if trial.advice.target in names]
+    best = ranked[0]
     measured = {
         "seconds": tried.seconds(),
         "images": len(tried.images.images),
         "held_out": tried.held_out.count,
         "ended": [trial.record(best) for trial in ended],
         "trials": [trial.record(best) for trial in tried.trials],
+        "warnings": _warnings(ended, best),
     }
-    overrides = trials.keys(best.advice, best.lr, batch_size)
-    recipe = ["--recipe", trials.RECIPE, "--data", str(trying.data), *overrides]
-    return measured, [trial.advice for trial in ended], recipe
+    recipe: list[str] = []
+    if best.loss <= best.loss_at_once:
+        overrides = trials.keys(best.advice, best.lr, batch_size)
+        recipe = ["--recipe", trials.RECIPE, "--data", str(trying.data), *overrides]
+    return measured, [trial.advice for trial in ranked], recipe
+
+
+def _warnings(ended: list[TargetTrial], best: TargetTrial) -> list[str]:
+    """Return what the trials do not show, in sentences.
+
+    Args:
+        ended: The last trial of each target and of what they are compared with, the best first.
+        best: The trial of the best target.
+    """
+    from normswap.training import trials
+
+    compared = [trial for trial in ended if trial.updates == best.updates]
+    warnings: list[str] = []
+    if all(trial.loss > trial.loss_at_once for trial in compared):
+        warnings.append(
+            "every way ends with a higher loss than it began with: do not train on these images,"
+            " or try more images or more minutes"
+        )
+    if trials.is_at_edge(best.lr):
+        warnings.append(
+            f"the rate {best.lr:g} of {best.advice.target} is the edge of the rates that were"
+            " tried: the best one may lie beyond"
+        )
+    in_front = [
+        trial.advice.target
+        for trial in compared
+        if trial.advice.target in trials.REFERENCES and trial.loss < best.loss
+    ]
+    if in_front:
+        warnings.append(
+            f"{' and '.join(in_front)} ends with a lower loss than any target: convert for what"
+            " else the target gives, not for accuracy"
+        )
+    if len(compared) < len(ended):
+        warnings.append(
+            f"only ways with {best.updates} updates are compared; the others were left behind"
+            " earlier, at equal updates"
+        )
+    return warnings
 
 
 def _print(body: Body) -> None:
@@ -178,6 +228,8 @@ def _print(body: Body) -> None:
     if measured is not None:
         why = f"lowest loss on {measured['held_out']} images held out"
     facts(("choose", targets[0]["target"]), ("because", why))
+    if any(target["scheme"] == "groupnorm" for target in targets):
+        facts(("ready", body["ready"]))
 
     # A network that is kept as it is needs no command.
     label = "run" if targets[0]["command"] else "or"
@@ -194,10 +246,13 @@ def _print_trials(measured: Body) -> None:
     """Print where the trial of each target ended."""
     rows = []
     for trial in measured["ended"]:
-        level = "level" if trial["level"] else ""
-        rows.append((*map(trial.get, _ENDED), level))
-    columns = (*_ENDED.values(), "top-1 with the first")
+        beside_best = "level" if trial["level"] else ""
+        if not trial["compared"]:
+            beside_best = "left behind"
+        rows.append((*map(trial.get, _ENDED), beside_best))
+    columns = (*_ENDED.values(), "top-1 beside the best")
     table("Top-1 and loss, at once and where trials end", columns, rows, right=columns[1:-1])
+    listing("warning", measured["warnings"])
 
 
 def _print_targets(targets: list[Body], elsewhere: Body) -> None:
