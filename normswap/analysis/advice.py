@@ -19,7 +19,8 @@ from torch import nn
 
 from normswap import schemes
 from normswap.errors import OptionError, RefusedError, spelled
-from normswap.sites import affine, own_forwards
+from normswap.sites import own_forwards
+from normswap.sites.site import sites_of
 from normswap.surgery.conversion import plan_steps
 from normswap.surgery.network import Network
 
@@ -216,7 +217,7 @@ def _candidates(
         yield from _without_batch_statistics(reason)
         return
 
-    has_batchnorm = any(affine.is_batchnorm(module) for module in model.modules())
+    has_batchnorm = any(site.is_batchnorm for site in sites_of(model))
     if batch_size >= ENOUGH and has_batchnorm:
         enough = f"{batch_size} images are enough for its statistics ({ENOUGH} or more)"
         yield _Candidate("batchnorm", f"keep it: {enough}")

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.calibration.channel_moments import ChannelMoments
 from normswap.errors import RefusedError, TraceError
@@ -30,7 +29,7 @@ from normswap.layers.planned_layer import GAMMA, OwnLayer, scales_branch
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import undisturbed
-from normswap.sites import affine
+from normswap.sites.site import site_of, sites_of
 from normswap.surgery.network import Network
 
 # The moments of a value, by the name of the graph node that has it.
@@ -151,11 +150,11 @@ def signal_propagation(
 def _without_running_statistics(model: nn.Module) -> nn.Module:
     """Return a copy whose BatchNorms normalize by the batch's statistics, even in eval mode."""
     twin = copy.deepcopy(model)
-    for module in twin.modules():
-        if isinstance(module, _BatchNorm):
-            module.track_running_stats = False
-            module.running_mean = None
-            module.running_var = None
+    for site in sites_of(twin):
+        if site.learns_statistics:
+            for name in ("running_mean", "running_var"):
+                site.module.register_buffer(name, None)
+            vars(site.module)["track_running_stats"] = False
     return twin
 
 
@@ -163,7 +162,7 @@ def _multipliers(module: nn.Module) -> tuple[str, ...]:
     """Return the names of a module's parameters that, if they are 0, leave at most a shift."""
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
-    if affine.is_norm(module):
+    if site_of(module).is_norm:
         return ("weight",)
     return ("gain", "skipinit_gain")
 

@@ -13,7 +13,7 @@ from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.inspection import Anatomy, Block, Norm
 from normswap.layers.planned_layer import scales_branch
 from normswap.plan import Body, Step
-from normswap.sites import affine
+from normswap.sites.site import sites_of
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
 from normswap.surgery.report import Report
@@ -58,7 +58,7 @@ def parameters(model: nn.Module) -> int:
 
 def _norm_classes(model: nn.Module) -> Counter[str]:
     """Return how many norms of each class a network has."""
-    return Counter(type(module).__name__ for module in model.modules() if affine.is_norm(module))
+    return Counter(site.kind for site in sites_of(model) if site.is_norm)
 
 
 def sizes(model: nn.Module) -> dict[str, int]:
@@ -86,19 +86,19 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         anatomy: The recorded network.
         folding: The plan that folds every norm, which says what would become of this one.
     """
-    module = anatomy.traced.modules[norm.path]
+    site = norm.site
     mean: Tensor | None = None
     std: Tensor | None = None
-    if affine.has_moments(module):
-        mean, std = affine.moments(module)
+    if site.has_moments:
+        mean, std = site.output_moments
     else:
         kept = anatomy.kept_moments(norm.path)
         if kept:
             mean, std = kept
 
     refused = folding.refusals.get(norm.path)
-    if not affine.is_affine_norm(module):
-        refused = refused or affine.refusal(module)
+    if not site.is_affine_norm:
+        refused = refused or site.refusal
     outcome = folding.outcomes.get(norm.path)
     return {
         "path": norm.path,

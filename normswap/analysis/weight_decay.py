@@ -38,8 +38,7 @@ from normswap.graph.tracing import LINEAR
 from normswap.layers.planned_layer import GAMMA, OwnLayer
 from normswap.models import network_input
 from normswap.plan import AbsorbMode, Body
-from normswap.sites import affine
-from normswap.sites.position_norms import is_at_each_position
+from normswap.sites.site import site_of
 from normswap.surgery.network import Network
 
 POLICIES = ("kim2022", "timm", "all", "weights-only")
@@ -300,7 +299,7 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
         role = owner.ROLES[name]
         return gamma if role == GAMMA else role
-    if affine.is_norm(owner):
+    if site_of(owner).is_norm:
         return {"weight": gamma, "bias": "beta"}.get(name)
     if name in ("gain", "skipinit_gain"):
         return name
@@ -328,7 +327,7 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
     for block in anatomy.blocks:
         for path in block.norms:
-            is_layernorm = is_at_each_position(anatomy.traced.modules[path])
+            is_layernorm = anatomy.site(path).is_at_each_position
             if is_layernorm and gammas[path] == "gamma_last" and not _ends(path, block, anatomy):
                 gammas[path] = "gamma_other"
 

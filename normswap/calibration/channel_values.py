@@ -16,7 +16,7 @@ from normswap.calibration.synthetic_images import leaves
 from normswap.models import network_input
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import evaluating, hooked
-from normswap.sites import affine
+from normswap.sites.site import site_of
 
 # The number of images of dead leaves, and of those in a batch.
 COUNT = 128
@@ -81,8 +81,9 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
     A norm expects its running statistics. The input of a layer without statistics is whitened, so
     that layer expects 0 and 1.
     """
-    if affine.holds_statistics(layer):
-        return affine.statistics(layer)
+    site = site_of(layer)
+    if site.holds_statistics:
+        return site.input_moments
     weight = anchor(layer).detach().double()
     return torch.zeros_like(weight[:1]), torch.ones_like(weight[:1])
 

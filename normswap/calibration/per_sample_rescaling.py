@@ -31,7 +31,7 @@ from normswap.layers.per_sample import (
 )
 from normswap.models.calling import Example
 from normswap.plan import Body, Step
-from normswap.sites import affine
+from normswap.sites.site import site_of
 
 # At most so many of the user's images are used.
 MOST = 256
@@ -109,7 +109,7 @@ def choose_rescaling(
         # BatchNorm then has, for an average sample.
         follow_rescaling(norm, scale, shift)
         group_norm = without_lead(result.get_submodule(path))
-        set_average_map(group_norm, affine.read_map(norm), *affine.statistics(norm))
+        set_average_map(group_norm, site_of(norm).scale_and_shift, *site_of(norm).input_moments)
 
 
 def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
@@ -165,7 +165,9 @@ class NormInputs:
             groups: The number of groups of the result's GroupNorm.
             eps: The eps of the result's GroupNorm.
         """
-        effect = affine.read_map(norm)[0].square()
+        scale, _ = site_of(norm).scale_and_shift
+        _, variance = site_of(norm).input_moments
+        effect = scale.square()
         effect = effect / effect.max().clamp_min(1e-30)
         centre = means.mean(0)
         apart = means - centre
@@ -175,16 +177,12 @@ class NormInputs:
         centred, squares = (
             value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares)
         )
-        effect, var = (
-            torch.stack([effect, affine.statistics(norm)[1].to(effect)]).cpu().view(2, groups, -1)
-        )
+        effect, var = torch.stack([effect, variance.to(effect)]).cpu().view(2, groups, -1)
         ratio = (var / squares.mean(1).clamp_min(1e-30)).sqrt()[:, None]
         centred = centred * ratio
         squares = squares * ratio.square()
         mean_var = var.mean(1, keepdim=True)
-        own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(
-            affine.epsilon(norm)
-        )
+        own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(site_of(norm).eps)
         # A group of constant channels gets the variance 1.
         constant = mean_var <= 1e-30
         centred = torch.where(constant[:, None], 0.0, centred)

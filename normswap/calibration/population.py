@@ -16,21 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import norm_act
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.calibration.checked_batches import checked, run
 from normswap.errors import RefusedError, SourceError, VerificationError
-from normswap.layers.site_norm import SiteNorm
 from normswap.models.modes import Progress, evaluating, hooked
+from normswap.sites.site import Site, sites_of
 
-_FORWARDS = {
-    _BatchNorm.forward,
-    nn.SyncBatchNorm.forward,
-    SiteNorm.forward,
-    norm_act.BatchNormAct2d.forward,
-}
 # The largest standard error of a channel's mean, in deviations of the channel. It holds for the
 # median channel of the worst norm. With 2 to 8 images, four trained networks lost 2 to 20 points of
 # top-1 above this error, and 0 to 4 below it.
@@ -42,28 +34,24 @@ _MISFIT = "the network does not run on these images as in training"
 _Sums = dict[str, tuple[Tensor, int]]
 
 
-def norms_of(model: nn.Module) -> dict[str, _BatchNorm]:
+def norms_of(model: nn.Module) -> dict[str, Site]:
     """Return the norms that have running statistics to estimate, by path.
 
     Raises:
-        RefusedError: There are none, two norms share their statistics, or it is unknown what a
-            BatchNorm's class does in training.
+        RefusedError: There are none, two norms share their statistics, or it is unknown what the
+            class of a norm does in training.
     """
-    norms: dict[str, _BatchNorm] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
+    norms: dict[str, Site] = {}
+    for site in sites_of(model):
+        if not site.learns_statistics:
             continue
-        if type(module).forward not in _FORWARDS or "forward" in vars(module):
-            raise RefusedError(
-                f"cannot estimate {path}",
-                f"what a {type(module).__name__} does in training is unknown",
-            )
-        if module.running_mean is not None and module.running_var is not None:
-            norms[path] = module
+        if site.refusal_to_measure is not None:
+            raise RefusedError(f"cannot estimate {site.path}", site.refusal_to_measure)
+        norms[site.path] = site
 
     holders: dict[int, str] = {}
-    for path, norm in norms.items():
-        other = holders.setdefault(id(norm.running_mean), path)
+    for path, site in norms.items():
+        other = holders.setdefault(id(site.module.running_mean), path)
         if other != path:
             remedy = "Give each a clone of running_mean and running_var"
             raise RefusedError(
@@ -102,7 +90,7 @@ def estimate_population(
 
     Raises:
         RefusedError: There is no norm whose statistics can be estimated. See `norms_of`.
-        SourceError: The images are unusable or too few, or a batch has fewer than two.
+        SourceError: The images are unusable or too few, or a norm sees one value per channel.
         VerificationError: The network gives values that are not finite.
     """
     norms = norms_of(model)
@@ -112,11 +100,6 @@ def estimate_population(
     with _as_in_training(model, norms) as sums:
         for example in checked(model, batches):
             size = size or example.count
-            if size < 2:
-                raise SourceError(
-                    "a batch of 1 image", "the statistics of a batch need at least two"
-                )
-
             if example.count != size:
                 left_out += example.count
                 continue
@@ -127,10 +110,10 @@ def estimate_population(
                 progress(count, total)
 
     if not count:
-        raise SourceError("0 calibration images", "at least 2 are needed")
+        raise SourceError("0 calibration images", "at least one is needed")
 
     for path, (both, number) in sums.items():
-        norm: Any = norms[path]
+        norm: Any = norms[path].module
         if not bool(both.isfinite().all()):
             raise VerificationError(f"the statistics of {path} are not finite on these images")
         _require_enough(path, both / number, count * size, most_error)
@@ -156,9 +139,13 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
         count: The number of images N.
         most: The largest allowed standard error, in deviations.
     """
+    if count < 2 and math.isfinite(most):
+        why = f"how far the mean of {path} is off is not known from one image"
+        raise SourceError("1 image is too few", why)
+
     mean, var, square = moments
     error = float(
-        ((square - mean.square()).clamp_min(0) / (count - 1) / (var + 1e-12)).sqrt().median()
+        ((square - mean.square()).clamp_min(0) / max(count - 1, 1) / (var + 1e-12)).sqrt().median()
     )
 
     if error > most:
@@ -174,38 +161,38 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 
 
 @contextmanager
-def _as_in_training(model: nn.Module, norms: Mapping[str, _BatchNorm]) -> Iterator[_Sums]:
+def _as_in_training(model: nn.Module, norms: Mapping[str, Site]) -> Iterator[_Sums]:
     """Put the norms, and no other module, into training mode, and sum the moments of their inputs.
 
     Afterwards the modes and all buffers are what they were.
     """
     sums: _Sums = {}
     before: dict[Tensor, Tensor] = {}
-    for norm in norms.values():
-        before |= {buffer: buffer.clone() for buffer in norm.buffers(recurse=False)}
+    for site in norms.values():
+        before |= {buffer: buffer.clone() for buffer in site.module.buffers(recurse=False)}
     handles = (
-        norm.register_forward_pre_hook(partial(_add_input, sums, path))
-        for path, norm in norms.items()
+        site.module.register_forward_pre_hook(partial(_add_input, sums, site))
+        for site in norms.values()
     )
 
     try:
         with evaluating(model), hooked(handles):
-            for norm in norms.values():
-                norm.training = True
+            for site in norms.values():
+                site.module.training = True
             yield sums
     finally:
         for buffer, value in before.items():
             buffer.copy_(value)
 
 
-def _add_input(sums: _Sums, path: str, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+def _add_input(sums: _Sums, site: Site, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
     """Add the moments of a norm's input to its sums, in place: a forward pre-hook.
 
     Raises:
         SourceError: The norm sees one value per channel.
     """
-    sizes = norm.ghost_sizes(len(args[0])) if isinstance(norm, SiteNorm) else len(args[0])
-    for batch in args[0].split(sizes):
+    path = site.path
+    for batch in args[0].split(site.together(len(args[0]))):
         values = batch.detach().double().transpose(0, 1).flatten(1)
         if values.shape[1] < 2:
             raise SourceError(

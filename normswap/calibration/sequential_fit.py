@@ -38,7 +38,7 @@ from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
-from normswap.sites import affine
+from normswap.sites.site import site_of
 
 # Rows are taken from at most so many positions of an image.
 PLACES = 64
@@ -155,9 +155,9 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
         other = theirs.modules[path]
         once = len(ours.calls[id(module)]) == len(theirs.calls[id(other)]) == 1
         if isinstance(module, SiteNorm):
-            fitted = affine.has_average(other)
+            fitted = site_of(other).averages
         elif normalizes(module):
-            fitted = once and affine.is_affine(other)
+            fitted = once and site_of(other).is_affine
         else:
             fitted = once and fits(module)
 
@@ -255,19 +255,20 @@ def _follow(traced: Traced, node: fx.Node) -> End:
     while len(traced.users[node]) == 1:
         user = traced.users[node][0]
         module = traced.module(user)
+        site = traced.site_at(user)
         if is_add(user) and not arms:
             arms = tuple(arm for arm in inputs(user) if arm is not node)
-        elif module is None or len(inputs(user)) != 1:
+        elif site is None or len(inputs(user)) != 1:
             break
-        elif affine.is_affine(module) and affine.refusal(module) is None and not arms:
-            factor, _ = affine.read_map(module)
+        elif site.is_affine and site.refusal_of_kind is None and not arms:
+            factor, _ = site.scale_and_shift
             scale = scale.to(factor) * factor
         elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant)) and (
             arms or not normalizes(module)
         ):
             break
 
-        act = None if module is None else affine.activation(module) or getattr(module, "act", None)
+        act = None if site is None else site.activation or getattr(module, "act", None)
         if act is not None and not isinstance(act, nn.Identity):
             break
 
@@ -349,7 +350,7 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
 
     The line maps the normalized input in the result to the output of the source's layer.
     """
-    s, t = affine.read_map(source)
+    s, t = site_of(source).scale_and_shift
     generator = torch.Generator().manual_seed(place.seed)
 
     line = ChannelLine(len(s), s.device)

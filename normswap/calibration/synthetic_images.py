@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from normswap.errors import OptionError, SourceError, explained, spelled
 from normswap.models.calling import Example, anchor
 from normswap.models.modes import Progress, hooked, undisturbed
-from normswap.sites import affine
+from normswap.sites.site import site_of, sites_of
 
 # So many images are made, in batches of this size.
 COUNT = 128
@@ -79,9 +79,8 @@ def make(
         SourceError: The network has no gradients, or its numbers overflow.
     """
     remedy = f"Give {spelled('calibrate', metavar='DATA')} (images, no labels needed)"
-    norms = [
-        m for m in nn.Module.modules(model) if affine.is_batchnorm(m) and affine.refusal(m) is None
-    ]
+    batchnorms = [site for site in sites_of(model) if site.is_batchnorm]
+    norms = [site.module for site in batchnorms if site.refusal_of_kind is None]
     if not norms:
         raise OptionError(
             "synthetic images cannot be made", "no BatchNorm is left in the network", remedy
@@ -142,9 +141,10 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
     def compare(norm: Any, args: tuple[Tensor, ...]) -> None:
         x = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
-        scale, shift = (value.to(x) for value in affine.read_map(norm, unit_gamma=True))
+        site = site_of(norm)
+        scale, shift = (value.to(x) for value in site.standardization)
         variance, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
-        kept_deviation = affine.statistics(norm)[1].to(variance).sqrt() * scale
+        kept_deviation = site.input_moments[1].to(variance).sqrt() * scale
         deviation_error = (variance * scale.square() + 1e-12).sqrt() - kept_deviation
         distances.append(((mean * scale + shift).square() + deviation_error.square()).mean())
 

@@ -22,8 +22,8 @@ from normswap.graph.tracing import LINEAR, Traced, inputs
 from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
 from normswap.models.calling import Example
-from normswap.sites import affine
 from normswap.sites.known_norms import Pair
+from normswap.sites.site import site_of
 from normswap.surgery.network import Network
 
 # A correlation over fewer channels than this says nothing.
@@ -220,7 +220,7 @@ class Case:
         except NormswapError:
             return []
         return [
-            {path: affine.statistics(norm.cpu()) for path, norm in norms.items()}
+            {path: site_of(norm.module.cpu()).input_moments for path, norm in norms.items()}
             for norms in renewed
         ]
 
@@ -271,7 +271,7 @@ class Case:
         """
         modules_here = dict(self.model.named_modules())
         for path, norm in bare.named_modules():
-            if affine.is_batchnorm(norm) and path in modules_here:
+            if site_of(norm).is_batchnorm and path in modules_here:
                 settings = vars(modules_here[path])
                 vars(norm).update({name: settings.get(name) for name in ("eps", "momentum")})
         return bare
@@ -375,7 +375,7 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
     recorded = [norm.path for norm in getattr(anatomy, "norms", ())]
     ordered = [path for path in dict.fromkeys([*recorded, *modules]) if path in modules]
     return tuple(
-        _stored_norm(path, modules[path]) for path in ordered if affine.is_batchnorm(modules[path])
+        _stored_norm(path, modules[path]) for path in ordered if site_of(modules[path]).is_batchnorm
     )
 
 
@@ -383,8 +383,9 @@ def _stored_norm(path: str, module: nn.Module) -> StoredNorm:
     """Return the record of the norm at a path."""
     mean = torch.zeros(0, dtype=torch.float64)
     var = torch.zeros(0, dtype=torch.float64)
-    if affine.has_moments(module):
-        mean, var = affine.statistics(module)
+    site = site_of(module)
+    if site.has_moments:
+        mean, var = site.input_moments
     momentum = getattr(module, "momentum", None)
     if momentum is not None:
         momentum = float(momentum)
@@ -396,7 +397,7 @@ def _stored_norm(path: str, module: nn.Module) -> StoredNorm:
         var=var,
         gamma=_tensor_or_none(module, "weight"),
         beta=_tensor_or_none(module, "bias"),
-        eps=affine.epsilon(module),
+        eps=site.eps,
         momentum=momentum,
     )
 

@@ -21,7 +21,7 @@ from normswap.errors import flag
 from normswap.models import calling
 from normswap.models.modes import hooked, undisturbed
 from normswap.models.preprocessing import data_config
-from normswap.sites import affine
+from normswap.sites.site import site_of, sites_of
 
 _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _BYTE = 1 / 255
@@ -309,13 +309,13 @@ def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
         if observed is None:
             return None
         norm, norm_input = observed
-        if norm_input.ndim < 3 or norm_input.shape[1] != affine.channels(norm):
+        if norm_input.ndim < 3 or norm_input.shape[1] != site_of(norm).channels:
             return None
         values = norm_input.double().flatten(2)
         rows.append(torch.stack([values.mean(2), values.square().mean(2)]))
 
     assert norm is not None, "there are images"
-    mean, var = affine.statistics(norm)
+    mean, var = site_of(norm).input_moments
     is_usable = bool(torch.isfinite(mean).all() and (var > 0).all())
     if bool((mean == 0).all()) or not is_usable:
         return None
@@ -372,7 +372,7 @@ def input_of_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Te
             reached.append((module, args[0]))
             raise _NormReachedError
 
-    norms = [module for module in model.modules() if affine.has_moments(module)]
+    norms = [site.module for site in sites_of(model) if site.has_moments]
     hooks = hooked(norm.register_forward_pre_hook(stop) for norm in norms)
     # This runs the user's forward, which may raise anything; other checks report that.
     with suppress(Exception), undisturbed(model), hooks:

@@ -24,8 +24,8 @@ from normswap.diagnosis.findings import (
 )
 from normswap.graph.tracing import Traced, inputs
 from normswap.models import kinds, zoo
-from normswap.sites import affine
 from normswap.sites.activations import is_identity
+from normswap.sites.site import site_of
 
 # The eps of torch, and that of TensorFlow and Ultralytics.
 _USUAL_EPS = (1e-5, 1e-3)
@@ -49,9 +49,9 @@ def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
     built = dict(bare.named_modules())
     for site in case.sites:
         norm = built.get(site.path)
-        if norm is None or not affine.is_batchnorm(norm):
+        if norm is None or not site_of(norm).is_batchnorm:
             continue
-        built_eps = affine.epsilon(norm)
+        built_eps = site_of(norm).eps
         if built_eps != site.eps:
             wrong.setdefault((site.eps, built_eps), []).append(site)
 
@@ -155,7 +155,7 @@ def _with_eps(case: Case, eps: float) -> Case:
     """Return the case of a copy of the network in which every norm has this eps."""
     model = copy.deepcopy(case.model)
     for norm in population.norms_of(model).values():
-        norm.eps = eps
+        vars(norm.module)["eps"] = eps
     return replace(case, network=case.network.after(model))
 
 
@@ -214,19 +214,19 @@ def momentum(case: Case) -> Iterator[Finding | Remark]:
 
 
 def _keeps_no_statistics(case: Case, site: StoredNorm) -> bool:
-    return not affine.has_moments(site.module)
+    return not site_of(site.module).has_moments
 
 
 def _trains_alone(case: Case, site: StoredNorm) -> bool:
     """Whether a norm is in training mode while the network is in eval mode."""
-    is_training = site.module.training and not affine.is_frozen(site.module)
+    is_training = site.module.training and not site_of(site.module).is_frozen
     return not case.model.training and is_training
 
 
 def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
     """Whether training updates the statistics of a norm whose gamma and beta are frozen."""
     is_training = case.model.training and site.module.training
-    if not is_training or affine.is_frozen(site.module):
+    if not is_training or site_of(site.module).is_frozen:
         return False
     parameters = [*site.module.parameters(recurse=False)]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
@@ -350,7 +350,8 @@ def _norm_pairs(case: Case) -> Iterator[tuple[str, str]]:
 
 def _is_bare_batchnorm(module: nn.Module) -> bool:
     """Whether a module is a BatchNorm without an activation in it."""
-    return affine.is_batchnorm(module) and affine.activation(module) is None
+    site = site_of(module)
+    return site.is_batchnorm and site.activation is None
 
 
 def _source(traced: Traced, call: fx.Node) -> fx.Node | None:

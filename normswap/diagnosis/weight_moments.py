@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 
 from normswap.copying import doubled
 from normswap.graph.tracing import Traced, apply, inputs, is_add, listed
-from normswap.sites import affine
 from normswap.sites.activations import (
     is_activation,
     is_activation_call,
@@ -26,6 +25,7 @@ from normswap.sites.activations import (
     keeps_forward,
 )
 from normswap.sites.known_norms import Pair
+from normswap.sites.site import Site
 
 # 64 quantiles of N(0, 1).
 _POINTS = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(0.5, 64) / 64).double()
@@ -48,8 +48,8 @@ def predicted_moments(traced: Traced) -> dict[str, Pair]:
     moments: dict[fx.Node, Pair] = {}
     norm_inputs: dict[str, Pair] = {}
     for node in traced.nodes:
-        module = traced.module(node)
-        if module is None or not affine.has_moments(module):
+        site = traced.site_at(node)
+        if site is None or not site.has_moments:
             output = _output_moments(traced, node, moments)
             if output is not None:
                 moments[node] = output
@@ -57,18 +57,18 @@ def predicted_moments(traced: Traced) -> dict[str, Pair]:
 
         # The statistics of a norm that is called twice are those of a mixture of two inputs.
         sources = inputs(node)
-        is_called_once = len(traced.calls[id(module)]) == 1
+        is_called_once = len(traced.calls[id(site.module)]) == 1
         if len(sources) == 1 and sources[0] in moments and is_called_once:
             norm_inputs[str(node.target)] = moments[sources[0]]
-        moments[node] = _norm_output(module)
+        moments[node] = _norm_output(site)
     return norm_inputs
 
 
-def _norm_output(norm: nn.Module) -> Pair:
+def _norm_output(norm: Site) -> Pair:
     """Return mean and variance of a norm's output, after its activation if that can be applied."""
-    mean, deviation = affine.moments(norm)
+    mean, deviation = norm.output_moments
     pair = (mean, deviation.square())
-    act = affine.activation(norm)
+    act = norm.activation
     if act is None:
         return pair
     return _activated(act, pair) or pair

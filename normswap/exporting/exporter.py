@@ -28,7 +28,7 @@ from normswap.models.calling import Inputs
 from normswap.models.modes import full_precision
 from normswap.models.preprocessing import assumption
 from normswap.plan import Body, Step
-from normswap.sites import affine
+from normswap.sites.site import site_of
 from normswap.storage import atomic_write
 from normswap.surgery import carrying_out, conversion
 from normswap.surgery.carrying_out import Conversion
@@ -279,7 +279,7 @@ def fold_for_export(network: Network) -> nn.Module:
     except TraceError:
         # A network that cannot be seen goes into the file as it is, if there is nothing to fold.
         if any(
-            affine.is_affine(module) or reparametrized.is_reparametrized(module)
+            site_of(module).is_affine or reparametrized.is_reparametrized(module)
             for module in model.modules()
         ):
             raise

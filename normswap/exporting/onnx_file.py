@@ -26,7 +26,7 @@ from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, require_inside
 from normswap.exporting.settings import SAFE_BITS, Quantization
 from normswap.exporting.signature import INPUT
-from normswap.sites import known_norms
+from normswap.sites.site import sites_of
 
 if TYPE_CHECKING:
     import onnx
@@ -50,8 +50,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _has_rms_norm(contents: FileContents) -> bool:
-    norms = (known_norms.kind_of(module) for module in contents.network.modules())
-    return any(norm is not None and not norm.centres for norm in norms)
+    return any(site.is_rms_norm for site in sites_of(contents.network))
 
 
 def _rms_norm(

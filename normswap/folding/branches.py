@@ -20,7 +20,7 @@ from normswap.layers import reparametrized
 from normswap.layers.merged import tap_offsets
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import OwnLayer
-from normswap.sites import affine
+from normswap.sites.site import Site, site_of
 
 _SAME = ("stride", "groups", "in_channels", "out_channels")
 _FORWARDS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}
@@ -149,7 +149,7 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
         module = builder.traced.module(node)
         if isinstance(module, _ConvNd) and _may_join(builder, node):
             return _Arm(str(node.target), _source(builder, node), barrier)
-        if _is_scale(module) and _may_join(builder, node):
+        if _is_scale(builder.traced.site_at(node)) and _may_join(builder, node):
             scale = scale or node
 
             # A norm may fold into a convolution before it, so the search goes on. An own layer
@@ -193,13 +193,13 @@ def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
     return not hooks and not shared and traced.read_directly(module) is None
 
 
-def _is_scale(module: nn.Module | None) -> bool:
+def _is_scale(site: Site | None) -> bool:
     """Whether a module is s x + t per channel, or becomes that by folding, and nothing more."""
-    if module is None or not affine.is_affine(module) or affine.activation(module) is not None:
+    if site is None or not site.is_affine or site.activation is not None:
         return False
-    if affine.refusal(module) is not None:
+    if site.refusal is not None:
         return False
-    return not isinstance(module, OwnLayer) or module.PER_CHANNEL
+    return not isinstance(site.module, OwnLayer) or site.module.PER_CHANNEL
 
 
 def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
@@ -264,7 +264,7 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
     # A scale per channel is a kernel of one tap, which needs the tap at the centre.
     square = main.in_channels == main.out_channels and set(main.stride) == {1}
     centred = all(0 in side and side[0] == -side[-1] for side in taps)
-    return square and centred and (other is None or affine.channels(other) == main.out_channels)
+    return square and centred and (other is None or site_of(other).channels == main.out_channels)
 
 
 def _holds(main_side: range, side: range) -> bool:
@@ -282,8 +282,9 @@ def _scale_after(builder: PlanBuilder, node: fx.Node) -> str | None:
     """Return the path of an own layer that scales and shifts the whole sum, or None."""
     while len(builder.traced.users[node]) == 1:
         (node,) = builder.traced.users[node]
-        module = builder.traced.module(node)
-        if isinstance(module, OwnLayer) and _is_scale(module) and _may_join(builder, node):
+        site = builder.traced.site_at(node)
+        is_own = site is not None and isinstance(site.module, OwnLayer)
+        if is_own and _is_scale(site) and _may_join(builder, node):
             return str(node.target)
         if not _passes(builder, node):
             break

@@ -9,8 +9,8 @@ Each of these layers is y = act(s x + t) per channel. The first way that is poss
 4. If s is a scalar: fold s back through sums and gates.
 5. Keep s and t as a `ChannelAffine`, which is always exact.
 
-The algebra is in `layers.Folded` and `affine.split`. This file decides from the graph which layer
-absorbs which map. If a way is not possible, it says why.
+The algebra is in `layers.Folded` and `sites.affine.split`. This file decides from the graph which
+layer absorbs which map. If a way is not possible, it says why.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,14 +23,14 @@ from normswap.folding.overwriting import overwritten
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable
 from normswap.graph import channel_axes
-from normswap.graph.anatomy import AffineMap
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, argument, inputs, listed
 from normswap.layers import reparametrized
 from normswap.layers.planned_layer import OwnLayer, scales_branch
 from normswap.plan import AbsorbMode, Outcome
-from normswap.sites import affine, own_forwards
+from normswap.sites import own_forwards
 from normswap.sites.activations import is_homogeneous
+from normswap.sites.site import Site
 
 # A range of the norm's channels (from, up to). None means all channels.
 Part = tuple[int, int] | None
@@ -56,25 +56,11 @@ def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
             _fold_module(builder, site)
     for norm in anatomy.norms:
         if norm.is_batchnorm and not norm.called and anatomy.takes_part(norm.path):
-            _explain_uncalled(builder, norm.path)
+            if norm.site.refusal_of_reach is not None:
+                builder.refusals[norm.path] = norm.site.refusal_of_reach
+            else:
+                builder.settle(norm.path, plan_builder.NEVER_CALLED)
     return builder
-
-
-def _explain_uncalled(builder: PlanBuilder, path: str) -> None:
-    """Record why nothing happens to a norm that forward does not call."""
-    opaque = builder.traced.opaque
-    outer = next((outer for outer in opaque if path.startswith(f"{outer}.")), None)
-    tensor_path = builder.traced.read_directly(builder.traced.modules[path])
-    if tensor_path:
-        builder.refusals[path] = (
-            f"forward reads {tensor_path} by itself and does not call the module"
-        )
-    elif outer:
-        builder.refusals[path] = (
-            f"it is inside {outer}, which cannot be looked into: {opaque[outer]}"
-        )
-    else:
-        builder.settle(path, plan_builder.NEVER_CALLED)
 
 
 def _bake(builder: PlanBuilder) -> None:
@@ -96,7 +82,7 @@ def _bake(builder: PlanBuilder) -> None:
             builder.linear(path).bake = not reparametrized.keeps_input_bias(linear)
 
 
-def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
+def _fold_module(builder: PlanBuilder, site: Site) -> None:
     """Fold one affine map in the first way that is possible, or record why the map stays."""
     path = site.path
     if site.refusal:
@@ -106,7 +92,7 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
     reasons = []
     for fold in (_fold_back, _fold_forward, _move_scale, _fold_scalar):
         try:
-            fold(builder, path, site.module)
+            fold(builder, site)
         except NotFoldable as reason:
             reasons.append(str(reason))
         else:
@@ -120,27 +106,27 @@ def _fold_module(builder: PlanBuilder, site: AffineMap) -> None:
         builder.settle(path, plan_builder.stays(reasons[0]))
 
 
-def _fold_back(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+def _fold_back(builder: PlanBuilder, site: Site) -> None:
     """Fold y = s (W x + b) + t into the layers before it: W' = s W, b' = s b + t.
 
     This is exact if the outputs of those layers are read by this module alone.
     """
-    parts = producers(builder, module)
+    parts = producers(builder, site)
     for linear, channels in parts.items():
-        builder.linear(linear).add(path, AbsorbMode.AFTER, channels)
-    builder.remove(path)
-    builder.settle(path, plan_builder.folded_back(*parts))
+        builder.linear(linear).add(site.path, AbsorbMode.AFTER, channels)
+    builder.remove(site.path)
+    builder.settle(site.path, plan_builder.folded_back(*parts))
 
 
-def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+def _fold_forward(builder: PlanBuilder, site: Site) -> None:
     """Fold y = W (s x + t) + b into the convolutions after it: W' = W s, b' = b + W t.
 
     This is exact if the convolutions do not pad: a padded zero would have to become t.
     """
-    if affine.activation(module) is not None:
+    if site.activation is not None:
         raise NotFoldable("an activation follows")
 
-    conv_paths = propagation.consumers(builder, module, builder.is_identity)
+    conv_paths = propagation.consumers(builder, site.module, builder.is_identity)
     for conv_path in conv_paths:
         conv = builder.traced.linear(conv_path)
         if isinstance(conv, nn.Linear) or conv.transposed or own_forwards.pads(conv):
@@ -148,45 +134,46 @@ def _fold_forward(builder: PlanBuilder, path: str, module: nn.Module) -> None:
                 f"{conv_path} pads its input with zeros, which the shift would have to move"
             )
     # Without the module, the convolutions read its input, which must not change before they do.
-    for call in builder.traced.calls[id(module)]:
+    for call in builder.traced.calls[id(site.module)]:
         writer = overwritten(builder, call)
         if writer is not None:
             raise NotFoldable(f"{propagation.name(writer)} overwrites its input later")
 
     for conv_path in conv_paths:
-        builder.linear(conv_path).add(path, AbsorbMode.BEFORE)
-    builder.remove(path)
+        builder.linear(conv_path).add(site.path, AbsorbMode.BEFORE)
+    builder.remove(site.path)
     sentence = f"folds forward into {', '.join(conv_paths)}"
-    builder.settle(path, Outcome(plan_builder.FOLDED_FORWARD, sentence))
+    builder.settle(site.path, Outcome(plan_builder.FOLDED_FORWARD, sentence))
 
 
-def _move_scale(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+def _move_scale(builder: PlanBuilder, site: Site) -> None:
     """Move |s| through the ReLU into the next convolutions' inputs; a shift per channel stays.
 
-    relu(s x + t) = |s| relu(sign(s) x + t / |s|) (`affine.split`).
+    relu(s x + t) = |s| relu(sign(s) x + t / |s|) (`sites.affine.split`).
     """
-    if isinstance(module, OwnLayer) and not module.SCALES:
+    if isinstance(site.module, OwnLayer) and not site.module.SCALES:
         raise NotFoldable("it has no scale per channel")
-    act = affine.activation(module)
+    act = site.activation
     if not is_homogeneous(act):
         raise NotFoldable(f"it is followed by {type(act).__name__}, which a scale cannot pass")
 
     def propagates(node: fx.Node) -> bool:
         return propagation.propagates_scale(builder, node)
 
-    conv_paths = propagation.consumers(builder, module, propagates)
+    conv_paths = propagation.consumers(builder, site.module, propagates)
     for conv_path in conv_paths:
-        builder.linear(conv_path).add(path, AbsorbMode.BEFORE_MAGNITUDE)
+        builder.linear(conv_path).add(site.path, AbsorbMode.BEFORE_MAGNITUDE)
 
     dtype = next(builder.traced.modules[conv_paths[0]].parameters()).dtype
-    _, signs, _ = affine.split(module, dtype)
-    builder.replace(path, "ChannelBias", signed=bool((signs != 1).any()))
+    is_signed = bool((site.signs(dtype) != 1).any())
+    builder.replace(site.path, "ChannelBias", signed=is_signed)
     sentence = f"scale moves to {', '.join(conv_paths)}; a shift stays"
-    builder.settle(path, Outcome(plan_builder.LEFT_SHIFT, sentence))
+    builder.settle(site.path, Outcome(plan_builder.LEFT_SHIFT, sentence))
 
 
-def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+def _fold_scalar(builder: PlanBuilder, site: Site) -> None:
     """Fold a scalar into the layers that compute its input, through sums and gates (`enlarge`)."""
+    module = site.module
     if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
     call, *other_calls = builder.traced.calls[id(module)]
@@ -196,11 +183,11 @@ def _fold_scalar(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     (above,) = inputs(call)
     with propagation.attempt(builder):
         linear_paths = propagation.enlarge(builder, above, module.alpha.item(), {call})
-    builder.remove(path)
-    builder.settle(path, plan_builder.folded_back(*linear_paths))
+    builder.remove(site.path)
+    builder.settle(site.path, plan_builder.folded_back(*linear_paths))
 
 
-def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
+def producers(builder: PlanBuilder, norm: Site) -> dict[str, Part]:
     """Return the linear layers whose outputs this norm alone reads.
 
     Between the layers and the norm there may be identities, steps that treat all channels alike
@@ -209,7 +196,7 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
 
     Args:
         builder: The plan in the making.
-        module: The norm.
+        norm: The norm.
 
     Returns:
         The range of the norm's channels that each layer makes, by the layer's path. The range is
@@ -219,8 +206,8 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
         NotFoldable: There is no such layer, or something else reads the output of one.
     """
     parts: dict[fx.Node, Part] = {}
-    for call in builder.traced.calls[id(module)]:
-        for node, channels in _producing_nodes(builder, module, call):
+    for call in builder.traced.calls[id(norm.module)]:
+        for node, channels in _producing_nodes(builder, norm, call):
             if parts.setdefault(node, channels) != channels:
                 raise NotFoldable(f"{node.target} is several parts of its input")
 
@@ -239,7 +226,7 @@ def producers(builder: PlanBuilder, module: nn.Module) -> dict[str, Part]:
 
 
 def _producing_nodes(
-    builder: PlanBuilder, module: nn.Module, call: fx.Node
+    builder: PlanBuilder, norm: Site, call: fx.Node
 ) -> Iterator[tuple[fx.Node, Part]]:
     """Yield the calls of linear layers that make the input of one call of a norm.
 
@@ -247,11 +234,11 @@ def _producing_nodes(
 
     Args:
         builder: The plan in the making.
-        module: The norm.
+        norm: The norm.
         call: The node of the norm's call.
     """
     traced = builder.traced
-    channels = affine.channels(module)
+    channels = norm.channels
     (value,) = above = inputs(call)
 
     # Go up from the norm to a linear layer or a concatenation.

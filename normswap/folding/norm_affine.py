@@ -22,22 +22,16 @@ from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, inputs
 from normswap.layers.planned_layer import Linearity
 from normswap.plan import AbsorbMode, Outcome
-from normswap.sites import own_forwards, position_norms
-from normswap.sites.position_norms import scaled_dim
+from normswap.sites import own_forwards
+from normswap.sites.site import Site
 
 
-def foldable_norms(anatomy: Anatomy) -> dict[str, nn.Module]:
+def foldable_norms(anatomy: Anatomy) -> dict[str, Site]:
     """Return the LayerNorms and RMSNorms that forward calls and that take part, by path."""
-    norms: dict[str, nn.Module] = {}
+    norms: dict[str, Site] = {}
     for norm in anatomy.norms:
-        module = anatomy.traced.modules[norm.path]
-        is_called = id(module) in anatomy.traced.calls
-        if (
-            position_norms.is_at_each_position(module)
-            and is_called
-            and anatomy.takes_part(norm.path)
-        ):
-            norms[norm.path] = module
+        if norm.called and norm.site.is_at_each_position and anatomy.takes_part(norm.path):
+            norms[norm.path] = norm.site
     return norms
 
 
@@ -46,7 +40,7 @@ def move(builder: PlanBuilder) -> None:
     norms = {
         path: norm
         for path, norm in foldable_norms(builder.anatomy).items()
-        if list(norm.parameters())
+        if list(norm.module.parameters())
     }
     if not norms:
         return
@@ -54,7 +48,7 @@ def move(builder: PlanBuilder) -> None:
     axes = channel_axes.find_axes(builder.traced, builder.is_identity)
     for path, norm in norms.items():
         try:
-            linear_paths = linear_readers(builder, axes, path, norm)
+            linear_paths = linear_readers(builder, axes, norm)
         except NotFoldable as why:
             builder.settle(path, stays(str(why), " with its scale and shift"))
             continue
@@ -66,13 +60,12 @@ def move(builder: PlanBuilder) -> None:
         builder.settle(path, Outcome("scale and shift moved on", sentence))
 
 
-def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module) -> list[str]:
+def linear_readers(builder: PlanBuilder, axes: Axes, norm: Site) -> list[str]:
     """Return the paths of the linear layers that read a norm's output, if nothing else does.
 
     Args:
         builder: The plan in the making.
         axes: The channel axis of each value.
-        path: The path of the norm.
         norm: The norm.
 
     Raises:
@@ -80,13 +73,9 @@ def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module)
             shift of its input.
     """
     traced = builder.traced
-    refusal = position_norms.refusal(norm)
-    if refusal:
-        raise NotFoldable(refusal)
-    tensor_path = traced.read_directly(norm)
-    if tensor_path:
-        raise NotFoldable(f"{tensor_path} is read in forward, not only by the norm itself")
-    if any(seen.path == path and seen.role == "head" for seen in builder.anatomy.norms):
+    if norm.refusal_of_gamma:
+        raise NotFoldable(norm.refusal_of_gamma)
+    if any(seen.path == norm.path and seen.role == "head" for seen in builder.anatomy.norms):
         raise NotFoldable("its output is the network's features")
 
     def passes(node: fx.Node) -> bool:
@@ -94,7 +83,7 @@ def linear_readers(builder: PlanBuilder, axes: Axes, path: str, norm: nn.Module)
 
     # The pairs of a value with the norm's channels and the node that reads it.
     readings: list[tuple[fx.Node, fx.Node]] = []
-    for call in traced.calls[id(norm)]:
+    for call in traced.calls[id(norm.module)]:
         readings += readers(builder, call, passes)
     linear_paths = absorbing(builder, [reader for _, reader in readings])
     for value, reader in readings:
@@ -131,15 +120,15 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
 def move_layer_scales(builder: PlanBuilder) -> None:
     """Move the gamma of every LayerScale to the linear layer before it, where that is exact."""
     for call, *_ in builder.traced.calls.values():
-        module = builder.traced.module(call)
+        site = builder.traced.site_at(call)
         path = str(call.target)
-        if module is None or scaled_dim(module) is None or path in builder.replacements:
+        if site is None or site.scaled_dim is None or path in builder.replacements:
             continue
         if not builder.anatomy.takes_part(path):
             continue
 
         try:
-            linear_path = layer_scale_producer(builder, module)
+            linear_path = layer_scale_producer(builder, site)
         except NotFoldable as why:
             builder.notes.append(f"{path} stays: {why}")
             continue
@@ -148,29 +137,29 @@ def move_layer_scales(builder: PlanBuilder) -> None:
         builder.settle(path, folded_back(linear_path))
 
 
-def layer_scale_producer(builder: PlanBuilder, module: nn.Module) -> str:
+def layer_scale_producer(builder: PlanBuilder, site: Site) -> str:
     """Return the path of the linear layer whose output a LayerScale reads, if nothing else does.
 
     Args:
         builder: The plan in the making.
-        module: The LayerScale.
+        site: The LayerScale.
 
     Raises:
         NotFoldable: No linear layer makes the LayerScale's input, something else reads the layer's
             output, or the layer cannot absorb a scale.
     """
     traced = builder.traced
+    module = site.module
     if module._forward_hooks or module._forward_pre_hooks:
         raise NotFoldable("it has forward hooks, which would be lost with it")
-    tensor_path = traced.read_directly(module)
-    if tensor_path:
-        raise NotFoldable(f"{tensor_path} is read elsewhere in forward")
+    if site.tensor_read:
+        raise NotFoldable(f"{site.tensor_read} is read elsewhere in forward")
 
     values: list[fx.Node] = []
     for call in traced.calls[id(module)]:
         values += inputs(call)
     # Channels in the last dimension are outputs of a Linear, in dimension 1 of a convolution.
-    kind = nn.Linear if scaled_dim(module) == -1 else nn.modules.conv._ConvNd
+    kind = nn.Linear if site.scaled_dim == -1 else nn.modules.conv._ConvNd
     return _producer(builder, values, (kind,))
 
 

@@ -14,7 +14,6 @@ from normswap.graph.channel_axes import Axes
 from normswap.graph.tracing import Traced
 from normswap.layers.placeholders import Vacant
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome, Then
-from normswap.sites import affine
 from normswap.sites.activations import is_identity
 
 FOLDED_BACK = "folded into the layer before"
@@ -186,10 +185,10 @@ class PlanBuilder:
 
     def is_identity(self, node: fx.Node) -> bool:
         """Whether `node` returns its input in eval mode, once the plan is carried out."""
-        module = self.traced.module(node)
-        if module is None:
+        site = self.traced.site_at(node)
+        if site is None:
             is_idle_dropout = node.target is F.dropout and node.kwargs.get("training") is False
             return is_idle_dropout or (node.op == "call_method" and node.target == "contiguous")
-        if is_identity(module):
+        if is_identity(site.module):
             return True
-        return self.is_removed(str(node.target), module) and affine.activation(module) is None
+        return self.is_removed(str(node.target), site.module) and site.activation is None

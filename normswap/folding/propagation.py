@@ -21,8 +21,8 @@ from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul, is_m
 from normswap.layers import reparametrized
 from normswap.layers.planned_layer import scales_branch
 from normswap.plan import AbsorbMode
-from normswap.sites import affine, own_forwards
-from normswap.sites.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, keeps_forward
+from normswap.sites import own_forwards
+from normswap.sites.activations import HOMOGENEOUS_FUNCTIONS, is_homogeneous, is_pool
 
 _CONVOLUTIONS = (
     nn.Conv1d,
@@ -34,9 +34,6 @@ _CONVOLUTIONS = (
 )
 _LINEAR_CLASSES = (*_CONVOLUTIONS, nn.Linear, timm_layers.Conv2dSame, timm_layers.Linear)
 _LINEAR_FORWARDS = {kind.forward for kind in _LINEAR_CLASSES}
-_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool2d)
-_MEAN_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
-_POOLS = (*_MAX_POOLS, *_MEAN_POOLS, timm_layers.BlurPool2d)
 _POOL_FUNCTIONS = (
     torch.mean,
     torch.amax,
@@ -159,12 +156,12 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
 
     f is what the node computes once the plan is carried out.
     """
-    module = builder.traced.module(node)
-    if module is None:
+    site = builder.traced.site_at(node)
+    if site is None:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)
-    if builder.is_removed(str(node.target), module):
-        return is_homogeneous(affine.activation(module))
-    return builder.is_identity(node) or keeps_forward(module, _POOLS) or is_homogeneous(module)
+    if builder.is_removed(str(node.target), site.module):
+        return is_homogeneous(site.activation)
+    return builder.is_identity(node) or is_pool(site.module) or is_homogeneous(site.module)
 
 
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:
@@ -222,6 +219,9 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
         raise NotFoldable(f"{path} has a parametrized weight")
     if linear._forward_hooks or linear._forward_pre_hooks:
         raise NotFoldable(f"{path} has forward hooks, which see its output")
+    for tensor_name in ("weight", "bias"):
+        if tensor_name in linear._buffers:
+            raise NotFoldable(f"{path}.{tensor_name} is a buffer, which no training changes")
     if builder.traced.owners[id(linear.weight)] > 1:
         raise NotFoldable(f"{path}.weight is shared with another module")
     tensor_path = builder.traced.read_directly(linear)

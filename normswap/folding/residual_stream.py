@@ -22,8 +22,6 @@ from normswap.folding.propagation import NotFoldable, check_linear, name
 from normswap.graph import channel_axes
 from normswap.graph.tracing import LINEAR, inputs, is_add, is_constant_mul
 from normswap.plan import AbsorbMode
-from normswap.sites import position_norms
-from normswap.sites.position_norms import scaled_dim
 
 
 @dataclass
@@ -118,13 +116,13 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
 
 def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> bool:
     """Whether `user` is a LayerNorm over exactly the channels of `node`."""
-    norm = builder.traced.module(user)
+    site = builder.traced.site_at(user)
     axis = builder.axes.get(node)
-    if norm is None or axis is None or not position_norms.is_layernorm(norm):
+    if site is None or axis is None or not site.is_layernorm:
         return False
-    if norm.normalized_shape != (axis.size,):
+    if site.channel_dim is None or site.module.normalized_shape != (axis.size,):
         return False
-    return axis.last if position_norms.channel_dim(norm) == -1 else axis.dim == 1
+    return axis.last if site.channel_dim == -1 else axis.dim == 1
 
 
 def _complaint(user: fx.Node) -> str:
@@ -153,6 +151,7 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
         NotFoldable: The writer is of another kind, or its LayerScale cannot be absorbed.
     """
     module = builder.traced.module(node)
+    site = builder.traced.site_at(node)
     path = str(node.target)
     product = channel_axes.scaled(builder.traced, node)
     if isinstance(module, LINEAR):
@@ -163,7 +162,7 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
     elif product is not None:
         _, parameter = product
         _add_scale(builder, stream, str(parameter.target))
-    elif module is not None and scaled_dim(module) is not None and not builder.is_identity(node):
+    elif site is not None and site.scaled_dim is not None and not builder.is_identity(node):
         _add_scale(builder, stream, path)
     elif _passes(builder, node):
         return inputs(node)
@@ -179,7 +178,7 @@ def _add_scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
         if module is None:
             linear, outputs = scale_parameter_producer(builder, path)
         else:
-            linear = layer_scale_producer(builder, module)
+            linear = layer_scale_producer(builder, builder.traced.site(path))
             outputs = builder.traced.calls[id(module)]
     except NotFoldable as why:
         raise NotFoldable(f"{path} writes to it, and {why}") from None

@@ -16,8 +16,9 @@ from normswap.graph.tracing import LINEAR, Traced
 from normswap.layers.placeholders import Chain
 from normswap.plan import Body
 from normswap.provenance import Provenance
-from normswap.sites import affine
+from normswap.sites.affine import output_moments
 from normswap.sites.known_norms import Statistics
+from normswap.sites.site import Site
 
 
 @dataclass(frozen=True)
@@ -25,49 +26,49 @@ class Norm:
     """One normalization layer. A module that is called several times has one record.
 
     Args:
-        path: The dotted path of the module.
-        kind: The name of the module's class.
-        channels: The number of channels that the norm normalizes.
+        site: What the module is, and how forward reaches it.
         role: `stem`, `last`, `down`, `head` or `other` (`normswap.graph.inspection`).
         block: The path of the residual block that the norm belongs to. None outside of blocks.
-        statistics: Where the norm's mean and variance come from in eval mode.
-        called: How often forward calls the norm.
-        averages: Whether a BatchNorm that is fitted to images can replace the norm.
     """
 
-    path: str
-    kind: str
-    channels: int
+    site: Site
     role: str
     block: str | None
-    statistics: Statistics
-    called: int
-    averages: bool
+
+    @property
+    def path(self) -> str:
+        """The dotted path of the module."""
+        return self.site.path
+
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        return self.site.kind
+
+    @property
+    def channels(self) -> int:
+        """The number of channels that the norm normalizes."""
+        return self.site.channels
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Where the norm's mean and variance come from in eval mode."""
+        return self.site.statistics
+
+    @property
+    def called(self) -> int:
+        """How often forward calls the norm."""
+        return self.site.called
+
+    @property
+    def averages(self) -> bool:
+        """Whether a BatchNorm that is fitted to images can replace the norm."""
+        return self.site.called == 1 and self.site.averages
 
     @property
     def is_batchnorm(self) -> bool:
         """Whether it normalizes with population statistics in eval mode."""
-        return self.statistics is Statistics.POPULATION
-
-
-@dataclass(frozen=True)
-class AffineMap:
-    """A called module that is y = act(s x + t) per channel in eval mode.
-
-    The module is a norm, or a layer of an earlier conversion.
-
-    Args:
-        path: The dotted path of the module.
-        module: The module itself.
-        holds_statistics: Whether the module is a norm, or has a norm's statistics, so that a plain
-            scale and shift may replace it.
-        refusal: Why s and t cannot be read and moved. None where they can.
-    """
-
-    path: str
-    module: nn.Module = field(repr=False, compare=False)
-    holds_statistics: bool
-    refusal: str | None
+        return self.site.is_batchnorm
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class Anatomy:
         classifier: The path of the last linear layer before the output.
         dropout: The path of the dropout before the classifier: a module, or an attribute
             `drop_rate`.
-        traced: The recorded graph from which blocks, norms and maps were read.
-        maps: Every module that is an affine map in eval mode, in order of the forward pass.
+        traced: The recorded graph from which blocks, norms and sites were read.
+        maps: Every called module that is y = act(s x + t) per channel in eval mode, a norm or a
+            layer of an earlier conversion, in order of the forward pass.
         features: Whether the network returns features, as an encoder does, instead of class scores.
         widths: The numbers of outputs of the linear layers that end the network.
         outside: Paths of the modules that a conversion leaves as they are (`restrict`).
@@ -133,15 +135,33 @@ class Anatomy:
     classifier: str | None
     dropout: str | None
     traced: Traced = field(repr=False, compare=False)
-    maps: tuple[AffineMap, ...] = ()
+    maps: tuple[Site, ...] = ()
     features: bool = False
     widths: frozenset[int] = frozenset()
     outside: frozenset[str] = frozenset()
     provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
 
+    def site(self, path: str) -> Site:
+        """Return what the module at a path is, and how forward reaches it."""
+        return self.traced.site(path)
+
     def takes_part(self, path: str) -> bool:
         """Whether the module or block at `path` may be converted."""
         return path.partition("+")[0] not in self.outside
+
+    @property
+    def refused_norms(self) -> str:
+        """Why norms that take part cannot be converted: the first with its path, and a count.
+
+        The text is empty if there are none.
+        """
+        refused = [norm for norm in self.norms if self.takes_part(norm.path) and norm.site.refusal]
+        if not refused:
+            return ""
+        sentence = f"{refused[0].path}: {refused[0].site.refusal}"
+        if len(refused) > 1:
+            sentence += f", and {len(refused) - 1} more norms"
+        return sentence
 
     @property
     def included_blocks(self) -> tuple[Block, ...]:
@@ -183,7 +203,7 @@ class Anatomy:
             return None
         if output_mean is not None and output_std is not None:
             return output_mean.double(), output_std.double()
-        return affine.output_moments(mean, gamma, beta)
+        return output_moments(mean, gamma, beta)
 
 
 def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:

@@ -18,9 +18,7 @@ from timm import layers as timm_layers
 from torch import Tensor, fx, nn
 
 from normswap.graph.tracing import LINEAR, Traced, apply, inputs, is_add, is_constant_mul, is_mul
-from normswap.sites import affine
 from normswap.sites.activations import keeps_forward
-from normswap.sites.position_norms import channel_dim, scaled_dim
 
 # Steps that move or average elements, so that channel numbers pass through them.
 _JOINS = (
@@ -215,8 +213,8 @@ class _LabelReader:
 
         # Identities, products with a number and affine maps keep the labels. Sums, and steps that
         # move elements, may change them.
-        module = self.traced.module(node)
-        is_map = module is not None and affine.is_affine(module)
+        site = self.traced.site_at(node)
+        is_map = site is not None and site.is_affine
         if self.is_identity(self.node_of[node]) or is_constant_mul(node) or is_map:
             return self.labels[sources[0]]
         if is_add(node) or scaled(self.traced, node):
@@ -237,13 +235,13 @@ class _LabelReader:
                 return None
             return _Label(shape[-1], 1)
 
-        module = self.traced.module(node)
-        if module is None:
+        site = self.traced.site_at(node)
+        if site is None:
             return None
-        dim = channel_dim(module) or scaled_dim(module)
-        if isinstance(module, nn.Linear):
+        dim = site.channel_dim or site.scaled_dim
+        if isinstance(site.module, nn.Linear):
             dim = -1
-        elif isinstance(module, LINEAR):
+        elif isinstance(site.module, LINEAR):
             dim = 1
         if dim is None or len(shape) < 2:
             return None

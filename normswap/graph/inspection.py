@@ -21,14 +21,14 @@ from torch import fx, nn
 
 from normswap import provenance
 from normswap.copying import dotted
-from normswap.graph.anatomy import AffineMap, Anatomy, Block, Norm
+from normswap.graph.anatomy import Anatomy, Block, Norm
 from normswap.graph.recording import record
 from normswap.graph.tracing import LINEAR, NodeReader, Traced, inputs, is_add, is_mul, single
 from normswap.models import network_input
 from normswap.models.calling import Inputs
-from normswap.sites import affine, known_norms
+from normswap.sites.activations import is_identity, is_pool
 
-__all__ = ["AffineMap", "Anatomy", "Block", "Norm", "inspect"]
+__all__ = ["Anatomy", "Block", "Norm", "inspect"]
 
 _SPLITS = (
     torch.split,
@@ -76,30 +76,11 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
         classifier=classifier_path,
         dropout=dropout,
         traced=traced,
-        maps=tuple(_maps(traced)),
+        maps=tuple(site for site in traced.sites if site.called and site.is_affine),
         features=features,
         widths=widths,
         provenance=provenance.of(model),
     )
-
-
-def _maps(traced: Traced) -> Iterator[AffineMap]:
-    """Yield every called module that is an affine map, with the reason if it cannot be moved."""
-    for call, *_ in traced.calls.values():
-        module = traced.module(call)
-        if module is None or not affine.is_affine(module):
-            continue
-
-        tensor_path = traced.read_directly(module)
-        refusal = affine.refusal(module)
-        if not refusal and tensor_path:
-            refusal = f"{tensor_path} is read in forward, not only by the norm itself"
-        yield AffineMap(
-            path=str(call.target),
-            module=module,
-            holds_statistics=affine.holds_statistics(module),
-            refusal=refusal,
-        )
 
 
 def _functional_norms(traced: Traced) -> list[tuple[str, str]]:
@@ -214,36 +195,16 @@ class _GraphReader(NodeReader):
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
         """Return every norm: called ones in order of the forward pass, then those never called."""
-        modules = self.traced.modules
         roles = self._roles(blocks)
         block_of: dict[str, str] = {}
         for block in blocks:
             block_of.update(dict.fromkeys(block.norms, block.path))
 
-        called = [str(node.target) for node in self.nodes if node.op == "call_module"]
-        # A module with several paths is named by the one that forward calls first.
-        paths: dict[int, str] = {}
-        for path in (*called, *modules):
-            paths.setdefault(id(modules[path]), path)
-
         norms = []
-        for path in paths.values():
-            module = modules[path]
-            kind = known_norms.kind_of(module)
-            if kind is None:
-                continue
-            calls = self.traced.called(module)
-            norm = Norm(
-                path=path,
-                kind=type(module).__name__,
-                channels=affine.channels(module),
-                role=roles.get(path, "other"),
-                block=block_of.get(path),
-                statistics=kind.statistics,
-                called=calls,
-                averages=calls == 1 and affine.has_average(module),
-            )
-            norms.append(norm)
+        for site in self.traced.sites:
+            if site.is_norm:
+                role = roles.get(site.path, "other")
+                norms.append(Norm(site, role, block_of.get(site.path)))
         return norms
 
     def _roles(self, blocks: list[Block]) -> dict[str, str]:
@@ -334,21 +295,28 @@ class _GraphReader(NodeReader):
         """Return the path of the module at the end of a branch, where a scalar can go, or None.
 
         It is the innermost module inside the block that returns the branch's value in its only
-        call.
+        call. A dropout or pool that forward calls elsewhere, too, is no such module: a positive
+        scalar passes it, so the scalar goes in front of it.
 
         Args:
             branch: The node of the branch's value.
             total: The node of the sum.
         """
-        if self.traced.users[branch] != [total]:
-            return None
-
         around_block = total.meta["inside"]
-        for path in self.traced.outputs.get(branch, []):
-            calls = [node for node, paths in self.traced.outputs.items() if path in paths]
-            around = (*branch.meta["inside"], path)
-            if len(calls) == 1 and around[: len(around_block)] == around_block:
-                return path
+        reader = total
+        node: fx.Node | None = branch
+        while node is not None and self.traced.users[node] == [reader]:
+            for path in self.traced.outputs.get(node, []):
+                calls = [other for other, paths in self.traced.outputs.items() if path in paths]
+                around = (*node.meta["inside"], path)
+                if len(calls) == 1 and around[: len(around_block)] == around_block:
+                    return path
+
+            module = self.traced.module(node)
+            if not is_identity(module) and not is_pool(module):
+                return None
+            reader = node
+            node = single(inputs(node))
         return None
 
     def _order(

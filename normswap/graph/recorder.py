@@ -29,7 +29,8 @@ from normswap.errors import TraceError
 from normswap.graph import spelling
 from normswap.graph.spelling import Args, Function, Kwargs, memory, version
 from normswap.models.calling import Example, named_tensors
-from normswap.sites import affine, own_forwards
+from normswap.sites import own_forwards
+from normswap.sites.site import site_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # These functions give Python a tensor's value, on which a forward may branch.
@@ -439,7 +440,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(module, torch.jit.ScriptModule):
             self.opaque[path] = "it is scripted, so its operations cannot be seen"
             return True
-        if affine.is_norm(module) or affine.is_affine(module):
+        if site_of(module).is_leaf:
             return True
         if isinstance(module, _CONTAINERS):
             return False
@@ -451,7 +452,7 @@ class Recorder(TorchFunctionMode):
         self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs
     ) -> object:
         """Run a leaf and add its node."""
-        if not args and kwargs and (affine.is_norm(module) or affine.is_affine(module)):
+        if not args and kwargs and site_of(module).is_leaf:
             remedy = (
                 f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has"
                 " another argument"

@@ -27,7 +27,6 @@ from normswap.layers.placeholders import Copy
 from normswap.models import calling, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import callers_dtype, show_heads, undisturbed
-from normswap.sites import affine
 
 # The folders of torch and of this package, as whole paths: a user's folder may have the same name.
 _LIBRARY_FOLDERS = tuple(
@@ -210,8 +209,7 @@ def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
     The network is recorded with its heads if forward has not called every BatchNorm. The record is
     added to `main` if it calls one of those that were missing.
     """
-    norms = [module for module in main.modules.values() if affine.is_batchnorm(module)]
-    uncalled = [id(norm) for norm in norms if id(norm) not in main.calls]
+    uncalled = [id(site.module) for site in main.sites if site.is_batchnorm and not site.called]
     if not uncalled:
         return
 
@@ -256,11 +254,7 @@ def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterato
 
     This is so if forward has arguments that kept their defaults, or if it branches on values.
     """
-    uncalled = [
-        path
-        for path, module in main.modules.items()
-        if affine.is_norm(module) and id(module) not in main.calls
-    ]
+    uncalled = [site.path for site in main.sites if site.is_norm and not site.called]
     defaults = calling.defaults(model, example)
     if uncalled and defaults:
         names = ", ".join(defaults)

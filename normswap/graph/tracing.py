@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 
 from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example
-from normswap.sites import affine
 from normswap.sites.activations import is_activation, is_activation_call
+from normswap.sites.site import Site
 
 Item = TypeVar("Item")
 LINEAR = (nn.Linear, nn.modules.conv._ConvNd)
@@ -88,6 +88,7 @@ class Traced:
         self.calls = {}
         # The nodes that read each node's value.
         self.users = {}
+        self._sites: dict[int, Site] = {}
         # The position of each node, and its ancestors as a bit mask over positions.
         self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []
@@ -149,6 +150,7 @@ class Traced:
 
         Every change of a module must then be right on both paths.
         """
+        self._sites.clear()
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
         self.opaque.update(other.opaque)
@@ -160,6 +162,62 @@ class Traced:
         """Return how often a leaf is called, in the record that calls it most often."""
         calls_by_record = Counter(call.graph for call in self.calls.get(id(module), ()))
         return max(calls_by_record.values(), default=0)
+
+    def site(self, path: str) -> Site:
+        """Return what the module at a path is, and how forward reaches it."""
+        module = self.modules[path]
+        if id(module) not in self._sites:
+            self._sites[id(module)] = self._new_site(module, path)
+        return self._sites[id(module)]
+
+    def site_at(self, node: fx.Node) -> Site | None:
+        """Return the site of the leaf module that `node` calls, or None if it calls none."""
+        if node.op != "call_module":
+            return None
+        return self.site(str(node.target))
+
+    @property
+    def sites(self) -> list[Site]:
+        """The site of every module, each once: first the called ones, in the order of forward.
+
+        A module with several paths is named by the one that forward calls first.
+        """
+        nodes = (*self.nodes, *self.alternative_nodes)
+        called = [str(node.target) for node in nodes if node.op == "call_module"]
+        paths: dict[int, str] = {}
+        for path in (*called, *self.modules):
+            paths.setdefault(id(self.modules[path]), path)
+        return [self.site(path) for path in paths.values()]
+
+    def _new_site(self, module: nn.Module, path: str) -> Site:
+        """Return a new record of what a module is, and how forward reaches it."""
+        calls = self.calls.get(id(module), [])
+        if calls:
+            path = str(calls[0].target)
+
+        # The records of other sizes have the same modules.
+        reading_calls = list(calls)
+        for record in self.others:
+            reading_calls += record.calls.get(id(module), [])
+        shapes: list[torch.Size] = []
+        for call in reading_calls:
+            read = [source.meta["shape"] for source in inputs(call)[:1]]
+            shapes += [shape for shape in read if isinstance(shape, torch.Size)]
+
+        outer = next((outer for outer in self.opaque if path.startswith(f"{outer}.")), None)
+        hidden: str | None = None
+        if outer is not None:
+            hidden = f"it is inside {outer}, which cannot be looked into: {self.opaque[outer]}"
+
+        return Site(
+            module=module,
+            path=path,
+            called=self.called(module),
+            shapes=tuple(shapes),
+            sizes_are_known=bool(self.others) or not self.input_independent,
+            tensor_read=self.read_directly(module),
+            hidden=hidden,
+        )
 
     def index(self, node: fx.Node) -> int:
         """Return the position of `node` in the order of the forward pass.
@@ -308,8 +366,8 @@ class NodeReader:
         return nodes
 
     def is_norm(self, node: fx.Node) -> bool:
-        module = self.traced.module(node)
-        return module is not None and affine.is_norm(module)
+        site = self.traced.site_at(node)
+        return site is not None and site.is_norm
 
     def is_linear(self, node: fx.Node) -> bool:
         """Whether a node calls a linear layer, or a module that cannot be looked into."""

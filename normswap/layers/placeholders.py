@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,25 @@ class Chain(Holder):
         """Map (N, C, ...) to whatever `then` returns; `merged.Zero` returns the number 0."""
         output: Tensor | float = self.then(self.inner(x))
         return output
+
+
+class OpenChain(Chain):
+    """A `Chain` whose first layer takes more than one argument, such as a conditional norm."""
+
+    def forward(self, *args: Tensor, **named: Tensor) -> Tensor | float:
+        """Map what the first layer takes to whatever `then` returns."""
+        output: Tensor | float = self.then(self.inner(*args, **named))
+        return output
+
+
+def chained(inner: nn.Module, then: nn.Module) -> Chain:
+    """Return the layer that runs `inner`, then `then`, and is called as `inner` is."""
+    parameters = inspect.signature(inner.forward).parameters.values()
+    has_one_argument = len(parameters) == 1 and all(
+        parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters
+    )
+    # TorchScript takes no open list of arguments, so the plain class is used where it can be.
+    return Chain(inner, then) if has_one_argument else OpenChain(inner, then)
 
 
 class Copy(PlannedLayer, OwnLayer):

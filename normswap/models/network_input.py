@@ -17,6 +17,7 @@ from normswap.copying import dotted
 from normswap.errors import OptionError, SourceError, spelled
 from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import undisturbed
+from normswap.sites.site import site_of
 
 # What transformers and torchvision call the answer among several outputs.
 ANSWERS = ("logits", "out")
@@ -356,8 +357,9 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
             return (module.in_channels, *_SIDE[len(module.kernel_size)])
         if isinstance(module, nn.Linear):
             return (module.in_features,)
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            return (module.num_features, *_SIDE[2])
+        site = site_of(module)
+        if site.is_batchnorm and site.channels:
+            return (site.channels, *_SIDE[2])
     return None
 
 

@@ -24,8 +24,8 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
         bend: The alpha that every layer starts with.
     """
     builder, norms = replaceable_batchnorms(anatomy, "Dynamic Tanh")
-    for path, module in norms.items():
-        conv = conv_before(builder, module)
+    for path, site in norms.items():
+        conv = conv_before(builder, site)
         args: Body = {"alpha": float(bend)}
         sentence = "becomes a Dynamic Tanh"
         if conv is None:

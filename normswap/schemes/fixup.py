@@ -5,7 +5,7 @@ and the classifier are 0, and the other convolutions of a branch with m of them 
 L^(-1/(2m-2)), where L is the number of residual blocks.
 """
 
-from torch import fx, nn
+from torch import fx
 
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
@@ -16,7 +16,7 @@ from normswap.layers import reparametrized
 from normswap.layers.planned_layer import scales_branch
 from normswap.schemes.replaceable_batchnorms import readers
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
-from normswap.sites import affine
+from normswap.sites.site import Site
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
@@ -38,7 +38,7 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
         if (
             builder.is_removed(path, module)
             and anatomy.takes_part(path)
-            and _before_activation(builder, module)
+            and _before_activation(builder, anatomy.site(path))
         ):
             builder.replace(path, "ScalarBias")
 
@@ -92,11 +92,11 @@ def linear_paths(anatomy: Anatomy) -> list[str]:
     )
 
 
-def _before_activation(builder: PlanBuilder, module: nn.Module) -> bool:
-    """Whether only activations read the module, directly or through identities."""
-    if affine.activation(module) is not None:
+def _before_activation(builder: PlanBuilder, site: Site) -> bool:
+    """Whether only activations read the module's output, directly or through identities."""
+    if site.activation is not None:
         return True
-    calls = builder.traced.calls.get(id(module), ())
+    calls = builder.traced.calls.get(id(site.module), ())
     ahead: list[fx.Node] = []
     for call in calls:
         # timm has its `drop_block`, an identity, between a norm and its activation.

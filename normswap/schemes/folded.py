@@ -12,7 +12,6 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome
-from normswap.sites import affine
 
 
 def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
@@ -48,7 +47,6 @@ def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
         args["skips"] = merge.skips
         builder.remove(merge.after)
 
-    modules = builder.traced.modules
     builder.replacements[merge.main] = Edit(merge.main, "Merged", args, tuple(reads), tuple(takes))
     for path in merge.others:
         builder.replace(path, "Zero")
@@ -57,5 +55,5 @@ def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
     )
 
     for path in reads:
-        if affine.is_affine(modules[path]):
+        if builder.anatomy.site(path).is_affine:
             builder.settle(path, merged)

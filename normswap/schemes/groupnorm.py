@@ -6,8 +6,6 @@
 own statistics cost least.
 """
 
-from torch import nn
-
 from normswap.calibration.per_sample_rescaling import choose_rescaling, rescalable
 from normswap.calibration.sequential_fit import refit
 from normswap.errors import spelled
@@ -16,7 +14,7 @@ from normswap.graph.inspection import Anatomy
 from normswap.plan import Body, Edit, Outcome, Step
 from normswap.schemes.replaceable_batchnorms import conv_before, exchanged, replaceable_batchnorms
 from normswap.schemes.scheme import FitTask
-from normswap.sites import affine
+from normswap.sites.site import Site
 
 
 def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
@@ -75,9 +73,9 @@ def plan(
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
-    for path, module in norms.items():
-        channels = affine.channels(module)
-        if isinstance(module, nn.BatchNorm1d) and (channels == 1 or channelwise):
+    for path, site in norms.items():
+        channels = site.channels
+        if site.sees_one_value and (channels == 1 or channelwise):
             # A map has many values per channel, a row only one.
             why = f"{channels} groups of {channels} channels: a group of one element erases it"
             builder.refusals[path] = f"{why}; leave it out with `{spelled('skip')}`"
@@ -90,11 +88,11 @@ def plan(
 
     large_eps: dict[str, float] = {}
     if relative_eps:
-        grouped = [path for path in counts if counts[path] < affine.channels(norms[path])]
+        grouped = [path for path in counts if counts[path] < norms[path].channels]
         large_eps = {path: absolute_eps(norms[path], relative_eps) for path in grouped}
 
     for path, count in counts.items():
-        channels = affine.channels(norms[path])
+        channels = norms[path].channels
         args: Body = {"groups": count}
         sentence = (
             f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count}"
@@ -150,12 +148,13 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     return count
 
 
-def absolute_eps(norm: nn.Module, relative_eps: float) -> float:
+def absolute_eps(norm: Site, relative_eps: float) -> float:
     """Return the eps of the norm that replaces a BatchNorm.
 
     It is the BatchNorm's own eps plus a multiple of the mean of its channels' variances.
     """
-    return affine.epsilon(norm) + relative_eps * float(affine.statistics(norm)[1].mean())
+    _, variance = norm.input_moments
+    return norm.eps + relative_eps * float(variance.mean())
 
 
 def fitting_target(step: Step) -> Step:

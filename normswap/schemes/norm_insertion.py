@@ -26,7 +26,8 @@ from normswap.layers.planned_layer import OwnLayer
 from normswap.layers.site_norm import SiteNorm
 from normswap.plan import AbsorbMode, Body, Edit, Outcome
 from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
-from normswap.sites import affine
+from normswap.sites.known_norms import Statistics
+from normswap.sites.site import Site, site_of
 
 
 def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
@@ -42,10 +43,13 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
     """
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
-    def keep(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    def keep(builder: PlanBuilder, site: Site) -> None:
         """Keep a BatchNorm that takes its statistics as wanted, and replace any other."""
+        path = site.path
+        module = site.module
         same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
-        if same and not affine.is_frozen(module) and not affine.is_registered(module):
+        of_batch = site.statistics_in_training is Statistics.BATCH and not site.is_registered
+        if same and of_batch:
             builder.settle(path, Outcome("kept", "kept"))
         else:
             builder.replace(
@@ -63,12 +67,12 @@ def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
     The new norm is a `FrozenBatchNorm2d`, or timm's class if the norm has an activation.
     """
 
-    def freeze(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-        if affine.is_frozen(module):
-            builder.settle(path, Outcome("frozen", "frozen already"))
+    def freeze(builder: PlanBuilder, site: Site) -> None:
+        if site.is_frozen:
+            builder.settle(site.path, Outcome("frozen", "frozen already"))
         else:
-            builder.replace(path, "FrozenNorm")
-            builder.settle(path, Outcome("frozen", "frozen"))
+            builder.replace(site.path, "FrozenNorm")
+            builder.settle(site.path, Outcome("frozen", "frozen"))
 
     return insert_norms(anatomy, "FrozenNorm", freeze)
 
@@ -79,9 +83,9 @@ def plan_affine(anatomy: Anatomy) -> PlanBuilder:
     They start as the map that the norm computes in eval mode.
     """
 
-    def keep_the_map(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-        builder.replace(path, ChannelAffine.__name__)
-        builder.settle(path, left_affine("its own map"))
+    def keep_the_map(builder: PlanBuilder, site: Site) -> None:
+        builder.replace(site.path, ChannelAffine.__name__)
+        builder.settle(site.path, left_affine("its own map"))
 
     return insert_norms(anatomy, ChannelAffine.__name__, keep_the_map)
 
@@ -95,9 +99,9 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
     beta there.
     """
 
-    def keep_in_place(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-        builder.replace(path, "EvalNorm")
-        builder.settle(path, KEEPS_STATISTICS)
+    def keep_in_place(builder: PlanBuilder, site: Site) -> None:
+        builder.replace(site.path, "EvalNorm")
+        builder.settle(site.path, KEEPS_STATISTICS)
 
     builder = insert_norms(anatomy, "EvalNorm", keep_in_place)
     # A norm that folds back into one plain convolution can scale its weight instead.
@@ -131,7 +135,7 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
     absorbed = {}
     for conv, linear in fold_norms(anatomy).linears.items():
         after = [read for read, absorption in linear.reads if absorption.way is AbsorbMode.AFTER]
-        absorbed[conv] = [read for read in after if affine.is_batchnorm(modules[read])]
+        absorbed[conv] = [read for read in after if anatomy.site(read).is_batchnorm]
 
     for edit in anatomy.provenance.plan.edits:
         after = [
@@ -152,8 +156,8 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
     return {path: convs[0] for path, convs in convolutions.items() if len(convs) == 1}
 
 
-# What is planned for a BatchNorm that still stands, given the plan, its path and the module.
-Wish = Callable[[PlanBuilder, str, nn.Module], None]
+# What is planned for a BatchNorm that still stands, given the plan and the norm's site.
+Wish = Callable[[PlanBuilder, Site], None]
 
 
 def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
@@ -162,12 +166,12 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
     Args:
         anatomy: The recorded network. Everything but its BatchNorms is folded.
         layer: The class of the new layer, by name.
-        keep: Called for each BatchNorm that still stands, with the plan, its path and the module.
+        keep: Called for each BatchNorm that still stands, with the plan and its site.
         args: Arguments of the new layer.
     """
     modules = anatomy.traced.modules
     norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
-    living = [norm.path for norm in norms if anatomy.takes_part(norm.path)]
+    living = [norm.site for norm in norms if anatomy.takes_part(norm.path)]
     present = {anatomy.original_path(norm.path) for norm in anatomy.norms}
     lost = [
         path
@@ -175,20 +179,19 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
         if path not in present and anatomy.takes_part(path)
     ]
     now = [anatomy.current_path(path) for path in lost]
-    builder = fold_norms(
-        anatomy, leave=[*living, *(path for path in now if _stands_for_a_norm(modules.get(path)))]
-    )
-
-    refusals = {id(read.module): read.refusal for read in anatomy.maps}
-    for path in living:
-        if why := refusals[id(modules[path])]:
-            builder.refusals[path] = why
+    standing = [path for path in now if _stands_for_a_norm(modules.get(path))]
+    builder = fold_norms(anatomy, leave=[*(site.path for site in living), *standing])
+    for site in living:
+        if site.refusal is not None:
+            builder.refusals[site.path] = site.refusal
         else:
-            keep(builder, path, modules[path])
+            keep(builder, site)
 
-    if not living and not lost:
+    if not living and not lost and not builder.refusals:
         require_no_tokenwise_norms(anatomy, "no statistics are known")
         why = "the network has no BatchNorm, and was not converted from one that had"
+        if anatomy.refused_norms:
+            why += f"; {anatomy.refused_norms}"
         measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
         raise RefusedError("no statistics are known", why, f"{measuring} measures some, on images")
 
@@ -232,7 +235,7 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         )
         return
 
-    if affine.holds_statistics(old) and not removed:
+    if site_of(old).holds_statistics and not removed:
         builder.replace(path, layer, **args)
         builder.settle(path, KEEPS_STATISTICS)
         return

@@ -21,7 +21,7 @@ from normswap.graph.tracing import Traced, inputs
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
 from normswap.plan import Edit, Outcome, Then
-from normswap.sites import affine
+from normswap.sites.site import Site
 
 # Layers of torch that compute everything in one call, where no hook sees each weight's input, and
 # the layers that Opacus has in their place.
@@ -40,7 +40,7 @@ def plan_federated(anatomy: Anatomy) -> PlanBuilder:
     """Plan a learnable scale for every fixed sign; refuse modules that keep statistics."""
     builder = PlanBuilder(anatomy)
     for path, module in anatomy.traced.modules.items():
-        _refuse_statistics(builder, path, module)
+        _refuse_statistics(builder, path, anatomy.site(path))
         if isinstance(module, ChannelBias) and module.sign is not None:
             builder.replace(path, "ChannelAffine")
             builder.settle(path, Outcome("learn", "learns", "its signs become a scale"))
@@ -103,16 +103,11 @@ def learns(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
-def _refuse_statistics(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+def _refuse_statistics(builder: PlanBuilder, path: str, site: Site) -> None:
     """Refuse a layer that takes its statistics from the batch or keeps running ones."""
-    remedy = "groupnorm, skipinit and frozen-bn do not"
-    if affine.is_batchnorm(module) and not affine.is_frozen(module):
-        builder.refusals[path] = (
-            f"a {type(module).__name__} takes its statistics from the batch; {remedy}"
-        )
-    elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-        builder.refusals[path] = f"a {type(module).__name__} keeps running statistics; {remedy}"
-    elif isinstance(module, parametrizations._SpectralNorm):
+    if site.refusal_in_training is not None:
+        builder.refusals[path] = site.refusal_in_training
+    elif isinstance(site.module, parametrizations._SpectralNorm):
         builder.refusals[path] = (
             "spectral normalization keeps buffers that training changes; weightnorm has none"
         )

@@ -6,7 +6,7 @@ They ask which BatchNorms can be replaced, and which convolution stands before e
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from torch import fx, nn
+from torch import fx
 
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms, producers
@@ -15,12 +15,12 @@ from normswap.folding.propagation import NotFoldable
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
 from normswap.plan import Step
-from normswap.sites import affine
+from normswap.sites.site import Site
 
 
 def replaceable_batchnorms(
     anatomy: Anatomy, replacement: str
-) -> tuple[PlanBuilder, dict[str, nn.Module]]:
+) -> tuple[PlanBuilder, dict[str, Site]]:
     """Start a plan that folds everything but the BatchNorms, and list those that can be replaced.
 
     Args:
@@ -29,45 +29,44 @@ def replaceable_batchnorms(
             sentence.
 
     Returns:
-        The plan in the making, and the BatchNorms by path, each under the first of its paths.
+        The plan in the making, and the BatchNorms that can be replaced, by path.
 
     Raises:
         RefusedError: The network has no BatchNorm.
     """
-    traced = anatomy.traced
-    norms = {path: module for path, module in traced.modules.items() if affine.is_batchnorm(module)}
-
-    norms = {path: module for path, module in norms.items() if anatomy.takes_part(path)}
+    batchnorms = [norm.site for norm in anatomy.norms if norm.is_batchnorm]
+    norms = {site.path: site for site in batchnorms if anatomy.takes_part(site.path)}
     if not norms:
         lacking = f"no BatchNorm to replace by a {replacement}"
         require_no_tokenwise_norms(anatomy, lacking)
         ways = f"`{spelled('to', 'unfold')}` or `{spelled('to', 'batchnorm')}`"
-        raise RefusedError(lacking, "", f"Where BatchNorm was folded away, {ways} brings it back")
+        raise RefusedError(
+            lacking,
+            anatomy.refused_norms,
+            f"Where BatchNorm was folded away, {ways} brings it back",
+        )
 
+    # The plan in the making already says why a norm that forward never calls stays.
     builder = fold_norms(anatomy, leave=norms)
-    once = {
-        id(module): path for path, module in reversed(norms.items()) if id(module) in traced.calls
-    }
-
-    replaceable: dict[str, nn.Module] = {}
-    for path, module in norms.items():
-        if once.get(id(module)) != path:
+    replaceable: dict[str, Site] = {}
+    for path, site in norms.items():
+        if not site.called:
             continue
-        if why := affine.refusal(module) or traced.read_directly(module):
-            builder.refusals[path] = why
+        if site.refusal is not None:
+            builder.refusals[path] = site.refusal
         else:
-            replaceable[path] = module
+            replaceable[path] = site
 
     return builder, replaceable
 
 
-def conv_before(builder: PlanBuilder, norm: nn.Module) -> str | None:
+def conv_before(builder: PlanBuilder, norm: Site) -> str | None:
     """Return the path of the convolution before a norm, if it can absorb a scale and shift.
 
     Only this norm may read the convolution's output, and the plan must not change the convolution
     already. Otherwise None is returned.
     """
-    calls = builder.traced.calls[id(norm)]
+    calls = builder.traced.calls[id(norm.module)]
     path = str(inputs(calls[0])[0].target)
     try:
         above = producers(builder, norm)
@@ -110,10 +109,10 @@ def exchanged(step: Step, layer: str, other: str) -> Step:
 
 def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:
     """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms."""
-    if any(isinstance(module, nn.LayerNorm) for module in anatomy.traced.modules.values()):
+    if any(norm.site.is_layernorm for norm in anatomy.norms):
         raise RefusedError(
             lacking,
             "its norms are LayerNorms: they take statistics of each token, and without those too"
-            " much accuracy is lost",
+            f" much accuracy is lost ({anatomy.refused_norms})",
             f"Try '{spelled('to', 'rmsnorm')}', which is exact",
         )

@@ -8,8 +8,6 @@ their mean, so a network in which anything but a LayerNorm reads that mean is re
 
 import itertools
 
-from torch import nn
-
 from normswap.errors import RefusedError, spelled
 from normswap.folding import norm_affine, residual_stream
 from normswap.folding.canonical_form import fold_norms
@@ -19,15 +17,15 @@ from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import inputs
 from normswap.plan import AbsorbMode, Outcome
-from normswap.sites import position_norms
+from normswap.sites.site import Site
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
     """Plan an RMSNorm in place of every LayerNorm."""
     norms = {
-        path: m
-        for path, m in norm_affine.foldable_norms(anatomy).items()
-        if isinstance(m, nn.LayerNorm)
+        path: site
+        for path, site in norm_affine.foldable_norms(anatomy).items()
+        if site.is_layernorm
     }
 
     if not norms:
@@ -38,7 +36,7 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
     streams: list[residual_stream.Stream] = []
     for path, norm in norms.items():
         try:
-            _replace(builder, path, norm, streams)
+            _replace(builder, norm, streams)
         except NotFoldable as why:
             builder.refusals[path] = str(why)
 
@@ -47,25 +45,22 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
     return builder
 
 
-def _replace(
-    builder: PlanBuilder, path: str, norm: nn.Module, streams: list[residual_stream.Stream]
-) -> None:
+def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Stream]) -> None:
     """Plan an RMSNorm in place of a LayerNorm.
 
     Args:
         builder: The plan in the making.
-        path: The path of the LayerNorm.
         norm: The LayerNorm.
         streams: The streams that are to be centred. The one that the norm reads is added.
 
     Raises:
         NotFoldable: The norm cannot be replaced, or its input cannot be centred.
     """
-    why = position_norms.refusal(norm)
-    if why:
-        raise NotFoldable(why)
+    if norm.refusal_of_gamma:
+        raise NotFoldable(norm.refusal_of_gamma)
 
-    calls = builder.traced.calls[id(norm)]
+    path = norm.path
+    calls = builder.traced.calls[id(norm.module)]
     values = list(itertools.chain.from_iterable(inputs(call) for call in calls))
     if new := [value for value in values if not any(value in stream.values for stream in streams)]:
         try:
@@ -86,11 +81,11 @@ def _replace(
 
     builder.replace(path, "RMSNorm")
     builder.settle(path, _becomes_one())
-    if getattr(norm, "bias", None) is None:
+    if getattr(norm.module, "bias", None) is None:
         return
 
     try:
-        readers = norm_affine.linear_readers(builder, builder.axes, path, norm)
+        readers = norm_affine.linear_readers(builder, builder.axes, norm)
     except NotFoldable as why:
         builder.replace(path, "RMSNorm", shift=True)
         builder.settle(path, _becomes_one(f"its shift stays: {why}"))

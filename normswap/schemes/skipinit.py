@@ -24,7 +24,6 @@ from normswap.layers import reparametrized
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.layers.planned_layer import BranchScale, scales_branch
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
-from normswap.sites import affine
 from normswap.sites.activations import keeps_forward
 
 
@@ -376,8 +375,9 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
         module = traced.module(node)
         if moments := norm_moments(anatomy, node):
             # The norm may have an activation of its own, which comes first.
-            if module is not None and (act := affine.activation(module)) is not None:
-                acts.append(act)
+            site = traced.site_at(node)
+            if site is not None and site.activation is not None:
+                acts.append(site.activation)
             return _through(acts[::-1], *moments)
         if module is None or len(list(module.parameters())):
             break
@@ -415,9 +415,9 @@ def norm_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | Non
     The norm is the one that the node calls, or that stood there before it was folded away. None is
     returned if there is no such norm, or nothing is known of it.
     """
-    module = anatomy.traced.module(node)
-    if module is not None and affine.has_moments(module):
-        return affine.moments(module)
+    site = anatomy.traced.site_at(node)
+    if site is not None and site.has_moments:
+        return site.output_moments
     paths = (str(node.target), *reversed(node.meta["inside"]))
     path = next((path for path in paths if path in anatomy.provenance.original_paths), None)
     return None if path is None else anatomy.kept_moments(path)

@@ -28,7 +28,6 @@ from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome, Step
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
-from normswap.sites import affine
 from normswap.sites.activations import is_activation, is_activation_call
 
 # The settings of a new BatchNorm, which are those of torch.
@@ -178,8 +177,9 @@ def _activates(traced: Traced, node: fx.Node) -> bool:
 
 def _meets_norm(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether a norm reads the value of a node, directly or through identities."""
-    modules = (builder.traced.module(each) for each in readers(builder, node, builder.is_identity))
-    return any(module is not None and affine.is_norm(module) for module in modules)
+    reading = readers(builder, node, builder.is_identity)
+    sites = [builder.traced.site_at(reader) for reader in reading]
+    return any(site is not None and site.is_norm for site in sites)
 
 
 def plan_estimate(anatomy: Anatomy) -> PlanBuilder:

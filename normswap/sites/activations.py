@@ -14,6 +14,9 @@ _DROPOUTS = (
     timm_layers.DropBlock2d,
 )
 _IDENTITIES = (nn.Identity, *_DROPOUTS)
+_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool2d)
+_MEAN_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
+_POOLS = (*_MAX_POOLS, *_MEAN_POOLS, timm_layers.BlurPool2d)
 _RELUS = (nn.ReLU, nn.LeakyReLU)
 # A node of a graph names the function that it calls, or the method of a tensor by a string.
 RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
@@ -44,6 +47,11 @@ def is_homogeneous(act: nn.Module | None) -> bool:
 def is_identity(module: object) -> bool:
     """Whether a module returns its input unchanged in eval mode, as dropout does."""
     return keeps_forward(module, _IDENTITIES)
+
+
+def is_pool(module: object) -> bool:
+    """Whether a module takes means or maxima of its input, which a positive factor passes."""
+    return keeps_forward(module, _POOLS)
 
 
 def is_activation(module: nn.Module) -> bool:

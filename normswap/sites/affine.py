@@ -134,8 +134,8 @@ def has_average(module: nn.Module) -> bool:
     """Whether a BatchNorm can take the place of this norm and equal it for an average sample.
 
     This holds for a norm with channels in dimension 1 that takes its statistics from each sample or
-    position. Its forward must be believed. It may have no hooks, no running statistics, and no
-    arithmetic in float32 whatever its input is.
+    position. Its forward must be believed. It may have no hooks, and no arithmetic in float32
+    whatever its input is.
     """
     kind = known_norms.kind_of(module)
     if kind is None or kind.dim != 1 or kind.single:
@@ -144,8 +144,7 @@ def has_average(module: nn.Module) -> bool:
         return False
 
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-    tracks_statistics = getattr(module, "track_running_stats", False)
-    return known_norms.is_believed(module) and not has_hooks and not tracks_statistics
+    return known_norms.is_believed(module) and not has_hooks
 
 
 def read_map(module: nn.Module, *, unit_gamma: bool = False) -> Pair:

@@ -45,9 +45,10 @@ class BatchNorm(Protocol):
 
 
 class Statistics(Enum):
-    """Where a norm takes its statistics from in eval mode."""
+    """Where a norm takes its statistics from, in eval mode or in training."""
 
     POPULATION = "kept from training"
+    BATCH = "of each batch"
     SAMPLE = "of each sample"
     POSITION = "of the channels at each position"
     NONE = "none"
@@ -68,6 +69,8 @@ class NormKind:
             read as its class says.
         moments: Returns mean and variance per channel, each (C,), of the norm's input. With None
             they are its running statistics.
+        training: Where the norm takes its statistics from in training mode. None means the same as
+            in eval mode.
     """
 
     statistics: Statistics
@@ -78,12 +81,18 @@ class NormKind:
     single: bool = False
     affine: ReadPair | None = None
     moments: ReadPair | None = None
+    training: Statistics | None = None
 
 
-_BATCH = NormKind(Statistics.POPULATION)
-_BATCH_ACT = NormKind(Statistics.POPULATION, activation=True)
+_BATCH = NormKind(Statistics.POPULATION, training=Statistics.BATCH)
+_BATCH_ACT = NormKind(Statistics.POPULATION, activation=True, training=Statistics.BATCH)
+# An InstanceNorm that keeps running statistics: in eval mode it computes what BatchNorm computes.
+_TRACKED = NormKind(Statistics.POPULATION, training=Statistics.SAMPLE)
 _SAMPLE = NormKind(Statistics.SAMPLE)
 _SAMPLE_ACT = NormKind(Statistics.SAMPLE, activation=True)
+# These also keep the variance of a batch. They are no affine map in any mode.
+_EVO_BATCH = (timm_layers.EvoNorm2dB0, timm_layers.EvoNorm2dB1, timm_layers.EvoNorm2dB2)
+_EVO_SAMPLE = (timm_layers.EvoNorm2dS0, timm_layers.EvoNorm2dS1, timm_layers.EvoNorm2dS2)
 # Makes the record of a LayerNorm whose channels are in the given dimension, or, with
 # `centres=False`, of an RMSNorm.
 at_each_position = partial(NormKind, Statistics.POSITION)
@@ -102,6 +111,8 @@ KINDS: dict[type[nn.Module], NormKind] = {
     norm_act.GroupNormAct: _SAMPLE_ACT,
     norm_act.GroupNorm1Act: _SAMPLE_ACT,
     nn.LocalResponseNorm: NormKind(Statistics.SAMPLE, dim=None),
+    **dict.fromkeys(_EVO_BATCH, NormKind(Statistics.SAMPLE, dim=None, training=Statistics.BATCH)),
+    **dict.fromkeys(_EVO_SAMPLE, NormKind(Statistics.SAMPLE, dim=None)),
     nn.LayerNorm: at_each_position(-1),
     timm_layers.LayerNorm: at_each_position(-1),
     timm_layers.LayerNorm2d: at_each_position(1),
@@ -171,7 +182,8 @@ def register_norm(
     source = Statistics.SAMPLE if per_sample else Statistics.NONE
     if statistics is not None or issubclass(kind, _BatchNorm):
         source = Statistics.POPULATION
-    _REGISTERED[kind] = NormKind(source, affine=affine, moments=statistics)
+    training = Statistics.BATCH if source is Statistics.POPULATION else None
+    _REGISTERED[kind] = NormKind(source, affine=affine, moments=statistics, training=training)
     return kind
 
 
@@ -182,11 +194,19 @@ def kind_of(module: nn.Module) -> NormKind | None:
         return registered
 
     nearest = _nearest_class(type(module))
+    if nearest is _InstanceNorm and _keeps_statistics(module):
+        return _TRACKED
     if nearest is not None:
         return KINDS[nearest]
     if isinstance(module, OwnLayer) or not has_the_tensors(module):
         return None
     return _BATCH
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Whether an InstanceNorm keeps running statistics, with which it computes in eval mode."""
+    is_tracking = getattr(module, "track_running_stats", False)
+    return bool(is_tracking) and getattr(module, "running_mean", None) is not None
 
 
 def is_believed(module: nn.Module) -> bool:

@@ -41,6 +41,10 @@ class OwnLayer(nn.Module):
         """Return s and t of y = act(s * x + t), each of shape (C,) or (1,), in float64."""
         raise NotImplementedError
 
+    def ghost_sizes(self, count: int) -> list[int]:
+        """Return the sizes of the batches into which a norm splits `count` samples in training."""
+        return [count]
+
     def normalized(self, x: Tensor) -> Tensor:
         """Return the values (N, C, ...) that the layer multiplies by its weight."""
         raise NotImplementedError

@@ -20,7 +20,7 @@ from normswap.layers import placeholders
 from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
 from normswap.models import calling
 from normswap.plan import Edit, Step
-from normswap.sites import affine
+from normswap.sites.site import site_of
 
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
@@ -215,7 +215,11 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
         path: (source.get_submodule(path), result.get_submodule(_now(path, depths)))
         for path in gone
     }
-    still = [path for path, modules in pairs.items() if all(map(affine.is_batchnorm, modules))]
+    still = [
+        path
+        for path, (old, new) in pairs.items()
+        if site_of(old).is_batchnorm and site_of(new).is_batchnorm
+    ]
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
@@ -258,7 +262,7 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
             for follower in following:
                 if not isinstance(new, nn.Module) or not isinstance(follower, nn.Module):
                     raise TypeError("only layers follow one another")
-                new = placeholders.Chain(new, follower)
+                new = placeholders.chained(new, follower)
 
             if edit.out_of_place and isinstance(new, nn.Module):
                 new = placeholders.out_of_place(new)

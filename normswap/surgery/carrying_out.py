@@ -15,7 +15,7 @@ from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
 from normswap.schemes import Chosen
 from normswap.schemes.scheme import FitTask
-from normswap.sites import affine
+from normswap.sites.site import site_of
 from normswap.surgery import applying, comparison, held_out, running
 from normswap.surgery.network import Batches, Network, calls_of
 from normswap.surgery.report import Report
@@ -255,9 +255,8 @@ def applied(network: Network, step: Step) -> nn.Module:
     norms = {}
     for path, module in network.module.named_modules():
         if path in edited:
-            norms.update(
-                {f"{path}.{name}": tensor for name, tensor in affine.tensors(module).items()}
-            )
+            recorded = site_of(module).recorded_tensors()
+            norms.update({f"{path}.{name}": tensor for name, tensor in recorded.items()})
 
     return provenance.attach(result, network.provenance.after(step, norms))
 

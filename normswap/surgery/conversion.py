@@ -19,7 +19,7 @@ from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
 from normswap.schemes import Chosen, Options
-from normswap.sites import affine
+from normswap.sites.site import sites_of
 from normswap.surgery import (
     applying,
     carrying_out,
@@ -138,6 +138,8 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
 
     why = f"its norms are {kinds}"
+    if anatomy.refused_norms:
+        why += f" ({anatomy.refused_norms})"
     if builder.outcomes:
         what = ", ".join(
             f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items()
@@ -400,8 +402,6 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         )
         raise VerificationError("cannot unfold", why, remedy)
 
-    norms = [
-        path for path, module in result.module.named_modules() if affine.is_affine_norm(module)
-    ]
+    norms = [site.path for site in sites_of(result.module) if site.is_affine_norm]
 
     return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))

@@ -20,7 +20,6 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.layers import measured_norm
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
-from normswap.sites import affine
 from normswap.surgery import comparison, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
@@ -124,7 +123,8 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
 
     shifts: dict[str, Tensor] = {}
     for path, norm in traced.modules.items():
-        if not affine.is_batchnorm(norm) or id(norm) not in traced.calls:
+        site = traced.site(path)
+        if not site.is_batchnorm or not site.called:
             continue
 
         if norm.weight is None or norm.running_mean is None:
@@ -132,11 +132,9 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
             raise RefusedError("the norms of that architecture cannot be the identity", why)
 
         norm.reset_running_stats()  # type: ignore[operator]
-        norm.weight.fill_((1.0 + affine.epsilon(norm)) ** 0.5)  # type: ignore[operator]
+        norm.weight.fill_((1.0 + site.eps) ** 0.5)  # type: ignore[operator]
         norm.bias.zero_()  # type: ignore[union-attr,operator]
-        shifts[path] = torch.zeros(
-            affine.channels(norm), dtype=torch.float64, device=skeleton.device
-        )
+        shifts[path] = torch.zeros(site.channels, dtype=torch.float64, device=skeleton.device)
 
     for name, tensor in skeleton.module.state_dict().items():
         path, _, leaf = name.rpartition(".")

@@ -18,7 +18,7 @@ from normswap.models import network_input
 from normswap.models.calling import Example, Inputs, named_tensors
 from normswap.models.modes import Progress, undisturbed
 from normswap.plan import Body, Step
-from normswap.sites import affine
+from normswap.sites.site import sites_of
 from normswap.surgery import comparison
 from normswap.surgery.carrying_out import Conversion, applied, carry_out
 from normswap.surgery.conversion import convert
@@ -62,7 +62,7 @@ def recalibrate(
         RefusedError: There is no BatchNorm with running statistics and no `against`, or there are
             both.
         OptionError: A key of `record` is unknown.
-        SourceError: The images cannot be used, or a batch has fewer than two.
+        SourceError: The images cannot be used, or a norm sees one value per channel.
     """
     means_only = bool(record.pop("means_only", False))
     if unknown := sorted(record.keys() - {"data", "samples", "batch_size"}):
@@ -168,10 +168,7 @@ def _outputs(model: nn.Module, call: Example) -> list[Tensor]:
 
 
 def _keeps_statistics(model: nn.Module) -> bool:
-    norms = (
-        module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
-    )
-    return any(norm.running_mean is not None for norm in norms)
+    return any(site.learns_statistics for site in sites_of(model))
 
 
 def _restored(
@@ -197,7 +194,7 @@ def _restored(
 
 
 def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
-    if not any(affine.is_batchnorm(module) for module in reference.modules()):
+    if not any(site.is_batchnorm for site in sites_of(reference)):
         return reference
     return convert(
         reference, "folded", inputs=like.inputs, input_size=like.size, branches="keep"

@@ -21,8 +21,7 @@ from normswap.layers.planned_layer import scales_branch
 from normswap.models import zoo
 from normswap.plan import Arch, Edit, Step
 from normswap.provenance import Provenance
-from normswap.sites import affine
-from normswap.sites.position_norms import scaled_dim
+from normswap.sites.site import site_of
 from normswap.surgery import applying
 from normswap.surgery.network import Network
 
@@ -63,7 +62,7 @@ def unfold(network: Network) -> Network:
     _copy(state, tensors)
     # The norms come second: a ChannelBias has a `bias` where its norm had one.
     _copy(state, record.norms)
-    _copy(state, _tensors(network.module, affine.is_affine_norm))
+    _copy(state, _tensors(network.module, _is_affine_norm))
     builder = fold_norms(source.anatomy)
     modules = builder.anatomy.traced.modules
 
@@ -161,6 +160,10 @@ def _tensors(
     return tensors
 
 
+def _is_affine_norm(module: nn.Module) -> bool:
+    return site_of(module).is_affine_norm
+
+
 def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name in state and state[name].shape == tensor.shape:
@@ -169,7 +172,8 @@ def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 def _leave_out(source: nn.Module, names: Collection[str]) -> None:
     for path, module in source.named_modules():
-        if isinstance(module, nn.LayerNorm) or scaled_dim(module) is not None:
+        site = site_of(module)
+        if site.is_layernorm or site.scaled_dim is not None:
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{path}.{name}" not in names:
                     parameter.fill_(float(name != "bias"))

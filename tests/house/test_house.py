@@ -5,6 +5,7 @@ rule void.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -220,6 +221,43 @@ def test_public_names_are_there() -> None:
     assert set(names) == {alias.asname or "open" for node in imported for alias in node.names}
     with pytest.raises(AttributeError, match="nonsense"):
         _ = normswap.nonsense
+
+
+# What the room `sites` has for other rooms to ask, beside its records.
+ASKED_ELSEWHERE = {"Pair", "Statistics", "output_moments", "register_norm"}
+CLASSIFYING = ("affine", "known_norms", "position_norms")
+NORM_CLASS = re.compile(r"(Batch|Layer|Group|Instance|Response|RMS|Rms)Norm")
+
+
+def classifies(text: str) -> list[str]:
+    """Return where a file decides by itself what kind of norm a module is."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normswap.sites"):
+            names = {alias.name for alias in node.names}
+            file = str(node.module).rpartition(".")[2]
+            if file in CLASSIFYING:
+                found += sorted(names - ASKED_ELSEWHERE)
+            elif file == "sites":
+                found += sorted(names & set(CLASSIFYING))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            kinds = ast.unparse(node.args[1])
+            if NORM_CLASS.search(kinds):
+                found.append(kinds)
+    return found
+
+
+def test_what_a_module_is_is_decided_in_its_room() -> None:
+    elsewhere = [file for file in FILES if name_of(file).split(".")[0] not in ("sites", "layers")]
+    found = {name_of(file): classifies(file.read_text()) for file in elsewhere}
+    assert {name: asked for name, asked in found.items() if asked} == {}
+
+
+def test_an_asking_elsewhere_is_seen() -> None:
+    assert classifies("from normswap.sites import affine, own_forwards") == ["affine"]
+    assert classifies("from normswap.sites.known_norms import Pair, kind_of") == ["kind_of"]
+    assert classifies("isinstance(norm, (nn.Linear, nn.BatchNorm2d))") != []
+    assert classifies("from normswap.sites.site import site_of\nisinstance(x, nn.Linear)") == []
 
 
 PLANTED = {

@@ -176,6 +176,23 @@ ADDITIONS = (
         "assert formats.choose(Path('x.example'), None).name == 'example'",
         "tests/house tests/cli tests/exporting/test_exported_file.py",
     ),
+    Addition(
+        "norm as source",
+        "example",
+        {
+            "normswap/sites/known_norms.py": (
+                "    nn.LocalResponseNorm:",
+                "    timm_layers.FilterResponseNormTlu2d: NormKind(Statistics.SAMPLE, dim=None),\n"
+                "    nn.LocalResponseNorm:",
+            ),
+        },
+        "from torch import nn\n"
+        "from timm.layers import FilterResponseNormTlu2d\n"
+        "other = nn.Sequential(nn.Conv2d(3, 4, 1), FilterResponseNormTlu2d(4)).eval()\n"
+        "(norm,) = normswap.inspect(other, torch.randn(2, 3, 8, 8)).norms\n"
+        "assert 'per sample' in norm.site.refusal",
+        "tests/house tests/sites tests/graph",
+    ),
 )
 PROGRAM = """
 import timm, torch, normswap

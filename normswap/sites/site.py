@@ -1,0 +1,301 @@
+"""`Site`: what one module is, where it stands, and how the network's forward reaches it.
+
+Everything that decides a conversion is read off this record. `graph.tracing` makes the sites of a
+recorded network, and `site_of` makes the site of a module by itself.
+
+A refusal is written here, once. Every scheme and every command gives the same sentence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import torch
+from timm.layers import norm_act
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from normswap.sites import affine, known_norms, position_norms
+from normswap.sites.known_norms import NormKind, Pair, Statistics
+from normswap.sites.own_layer import OwnLayer
+
+# Forwards that take statistics in training as their classes say.
+_KNOWN_IN_TRAINING = {
+    _BatchNorm.forward,
+    _InstanceNorm.forward,
+    nn.SyncBatchNorm.forward,
+    norm_act.BatchNormAct2d.forward,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One module of a network.
+
+    Args:
+        module: The module itself.
+        path: Its dotted path. It is empty for a module that is looked at by itself.
+        called: How often forward calls it, in the record that calls it most often.
+        shapes: The shapes of the values that it read, one for each call and recorded size.
+        sizes_are_known: Whether these are the sizes that the network is used at. False where the
+            network was recorded on one small input of normswap's own.
+        tensor_read: The path of a tensor of the module that forward reads by itself.
+        hidden: Why the module cannot be seen, where a module around it cannot be looked into.
+    """
+
+    module: nn.Module = field(repr=False)
+    path: str = ""
+    called: int = 0
+    shapes: tuple[Sequence[int], ...] = ()
+    sizes_are_known: bool = True
+    tensor_read: str | None = None
+    hidden: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
+    @cached_property
+    def norm(self) -> NormKind | None:
+        """What is known of the norm that the module is, or None if it is no norm."""
+        return known_norms.kind_of(self.module)
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the module is any kind of normalization layer."""
+        return self.norm is not None
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Where the norm takes its statistics from in eval mode. None if the module is no norm."""
+        return None if self.norm is None else self.norm.statistics
+
+    @property
+    def statistics_in_training(self) -> Statistics | None:
+        """Where the norm takes its statistics from in training mode."""
+        if self.norm is None or self.is_frozen:
+            return self.statistics
+        return self.norm.training or self.statistics
+
+    @property
+    def is_batchnorm(self) -> bool:
+        """Whether the module normalizes with population statistics in eval mode."""
+        return self.statistics is Statistics.POPULATION
+
+    @property
+    def is_plain_batchnorm(self) -> bool:
+        """Whether the module is a BatchNorm of torch's kind, without an activation."""
+        is_torchs = isinstance(self.module, _BatchNorm)
+        return is_torchs and self.is_batchnorm and self.activation is None
+
+    @property
+    def is_at_each_position(self) -> bool:
+        """Whether the module is any kind of LayerNorm or RMSNorm."""
+        return self.statistics is Statistics.POSITION
+
+    @property
+    def is_layernorm(self) -> bool:
+        """Whether the module is torch's LayerNorm, or a subclass."""
+        return isinstance(self.module, nn.LayerNorm)
+
+    @property
+    def is_rms_norm(self) -> bool:
+        """Whether the module is a norm that does not subtract the mean."""
+        return self.norm is not None and not self.norm.centres
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a BatchNorm's four tensors never change, not even in training."""
+        has_parameters = bool(self.module._parameters)
+        return self.is_batchnorm and not isinstance(self.module, _BatchNorm) and not has_parameters
+
+    @property
+    def learns_statistics(self) -> bool:
+        """Whether training measures the running mean and variance of the module's input."""
+        if not isinstance(self.module, (_BatchNorm, _InstanceNorm)):
+            return False
+        return self.module.running_mean is not None and self.module.running_var is not None
+
+    @property
+    def refusal_to_measure(self) -> str | None:
+        """Why statistics that `learns_statistics` cannot be measured on images, or None."""
+        is_patched = "forward" in vars(self.module)
+        is_known = type(self.module).forward in _KNOWN_IN_TRAINING
+        if not is_patched and (is_known or isinstance(self.module, OwnLayer)):
+            return None
+        return f"what a {self.kind} does in training is unknown"
+
+    def together(self, count: int) -> list[int]:
+        """Return into how many samples each the norm splits a batch in training.
+
+        BatchNorm takes the statistics of all samples together, and InstanceNorm those of each
+        sample. Ghost batch norm takes those of some.
+
+        Args:
+            count: The number of samples of the batch.
+        """
+        if self.statistics_in_training is Statistics.SAMPLE:
+            return [1] * count
+        if isinstance(self.module, OwnLayer):
+            return self.module.ghost_sizes(count)
+        return [count]
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether the module is y = act(s * x + t) in eval mode, as a norm or as an own layer."""
+        return affine.is_affine(self.module)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the module is one step of the recorded forward, whatever modules it holds."""
+        return self.is_norm or self.is_affine
+
+    @property
+    def is_affine_norm(self) -> bool:
+        """Whether the module is a norm that is y = act(s * x + t) in eval mode."""
+        return affine.is_affine_norm(self.module)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether `register_norm` was told how to read s and t of the module."""
+        return affine.is_registered(self.module)
+
+    @property
+    def holds_statistics(self) -> bool:
+        """Whether the module is an affine norm, or an own layer that keeps a norm's statistics."""
+        return affine.holds_statistics(self.module)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the norm keeps the mean and variance of its input."""
+        return affine.has_moments(self.module)
+
+    @cached_property
+    def averages(self) -> bool:
+        """Whether a BatchNorm that is fitted to images can take the norm's place."""
+        return affine.has_average(self.module) and not self.lacks_batch
+
+    @property
+    def channels(self) -> int:
+        """The number of the norm's channels, or 0 if the norm does not state it."""
+        return affine.channels(self.module)
+
+    @property
+    def channel_dim(self) -> int | None:
+        """The dimension along which a LayerNorm or RMSNorm normalizes: -1, 1, or None."""
+        return position_norms.channel_dim(self.module)
+
+    @property
+    def scaled_dim(self) -> int | None:
+        """The dimension in which a LayerScale has its channels: -1, 1, or None if it is none."""
+        return position_norms.scaled_dim(self.module)
+
+    @property
+    def activation(self) -> nn.Module | None:
+        """The activation that the module applies after its affine map, or None."""
+        return affine.activation(self.module)
+
+    @property
+    def eps(self) -> float:
+        """The epsilon of a BatchNorm that is not refused."""
+        return affine.epsilon(self.module)
+
+    @property
+    def scale_and_shift(self) -> Pair:
+        """s and t of y = s * x + t, each (C,) or (1,), in float64."""
+        return affine.read_map(self.module)
+
+    @property
+    def standardization(self) -> Pair:
+        """s and t of a BatchNorm as if gamma were 1 and beta 0, each (C,), in float64."""
+        return affine.read_map(self.module, unit_gamma=True)
+
+    @property
+    def input_moments(self) -> Pair:
+        """Mean and variance per channel of the norm's input, each (C,), in float64."""
+        return affine.statistics(self.module)
+
+    @property
+    def output_moments(self) -> Pair:
+        """Mean and deviation per channel of the norm's output, each (C,), in float64."""
+        return affine.moments(self.module)
+
+    def recorded_tensors(self) -> dict[str, Tensor]:
+        """Return what provenance records of an affine norm: tensors and settings, by name."""
+        return affine.tensors(self.module)
+
+    def signs(self, dtype: torch.dtype) -> Tensor:
+        """Return the sign of each channel's scale, (C,): 0 for a channel that is constant."""
+        _, sign, _ = affine.split(self.module, dtype)
+        return sign
+
+    @property
+    def lacks_batch(self) -> bool:
+        """Whether the module read single samples, (C, L) or (C, H, W), without a batch."""
+        if not isinstance(self.module, _InstanceNorm):
+            return False
+        unbatched: int = self.module._get_no_batch_dim()
+        return any(len(shape) == unbatched for shape in self.shapes)
+
+    @property
+    def sees_one_value(self) -> bool:
+        """Whether each sample has one value per channel here, at every size of the input."""
+        if not self.shapes:
+            return False
+        if all(len(shape) == 2 for shape in self.shapes):
+            return True
+        return self.sizes_are_known and all(prod(shape[2:]) == 1 for shape in self.shapes)
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why the module cannot be converted, or None where it can."""
+        return self.refusal_of_reach or self.refusal_of_kind
+
+    @property
+    def refusal_of_reach(self) -> str | None:
+        """Why forward's way to the module forbids every change of it, or None."""
+        if self.lacks_batch:
+            return "it reads single samples, without a batch dimension"
+        if self.tensor_read and self.called:
+            return f"{self.tensor_read} is read in forward, not only by the norm itself"
+        if self.tensor_read:
+            return f"forward reads {self.tensor_read} by itself and does not call the module"
+        if not self.called:
+            return self.hidden
+        return None
+
+    @cached_property
+    def refusal_of_kind(self) -> str | None:
+        """Why s and t cannot be read off the module, or None where they can."""
+        return affine.refusal(self.module)
+
+    @cached_property
+    def refusal_of_gamma(self) -> str | None:
+        """Why gamma and beta of a LayerNorm or RMSNorm cannot be changed, or None."""
+        return position_norms.refusal(self.module) or self.refusal_of_reach
+
+    @property
+    def refusal_in_training(self) -> str | None:
+        """Why training changes more than the norm's parameters, or mixes samples, or None."""
+        if self.statistics_in_training is self.statistics:
+            return None
+
+        remedy = "groupnorm, skipinit and frozen-bn do not"
+        if not self.called:
+            remedy += "; the given input never reaches it"
+        if self.statistics_in_training is Statistics.BATCH:
+            return f"a {self.kind} takes its statistics from the batch; {remedy}"
+        return f"a {self.kind} keeps running statistics; {remedy}"
+
+
+def site_of(module: nn.Module, path: str = "") -> Site:
+    """Return the site of a module that is looked at by itself, without a recorded forward."""
+    return Site(module, path)
+
+
+def sites_of(model: nn.Module) -> list[Site]:
+    """Return the site of every module of a network, in order, each module once."""
+    return [Site(module, path) for path, module in model.named_modules()]
