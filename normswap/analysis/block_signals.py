@@ -25,10 +25,10 @@ from normswap.errors import RefusedError, TraceError
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.recording import record_once
 from normswap.graph.tracing import MULTIPLICATIONS, inputs
-from normswap.layers.planned_layer import GAMMA, OwnLayer, scales_branch
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import undisturbed
+from normswap.sites.own_layer import GAMMA, OwnLayer, scales_branch
 from normswap.sites.site import site_of, sites_of
 from normswap.surgery.network import Network
 

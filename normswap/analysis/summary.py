@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.inspection import Anatomy, Block, Norm
-from normswap.layers.planned_layer import scales_branch
 from normswap.plan import Body, Step
+from normswap.sites.own_layer import scales_branch
 from normswap.sites.site import sites_of
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network

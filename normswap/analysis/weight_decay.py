@@ -35,9 +35,9 @@ from normswap import provenance
 from normswap.errors import OptionError, TraceError, spelled
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import LINEAR
-from normswap.layers.planned_layer import GAMMA, OwnLayer
 from normswap.models import network_input
 from normswap.plan import AbsorbMode, Body
+from normswap.sites.own_layer import GAMMA, OwnLayer
 from normswap.sites.site import site_of
 from normswap.surgery.network import Network
 

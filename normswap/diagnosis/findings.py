@@ -19,10 +19,10 @@ from normswap.diagnosis.image_batches import ImageBatches
 from normswap.errors import NormswapError
 from normswap.graph.anatomy import Anatomy
 from normswap.graph.tracing import LINEAR, Traced, inputs
-from normswap.layers.planned_layer import Linearity
 from normswap.models import zoo
 from normswap.models.calling import Example
 from normswap.sites.known_norms import Pair
+from normswap.sites.own_forwards import Linearity
 from normswap.sites.site import site_of
 from normswap.surgery.network import Network
 

@@ -21,7 +21,7 @@ from normswap.diagnosis.findings import (
     rule,
     with_exception,
 )
-from normswap.layers.planned_layer import Linearity
+from normswap.sites.own_forwards import Linearity
 
 # If more than this share of a norm's channels has a gamma of 0, that is a fault.
 _SWITCHED_OFF = 0.1

@@ -239,6 +239,14 @@ def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
     return list(first_paths.values())[::-1]
 
 
+def obstacle(builder: PlanBuilder, node: fx.Node) -> str:
+    """Return the name of a node that a scale cannot pass, with the reason if it is a norm."""
+    site = builder.traced.site_at(node)
+    if site is not None and site.is_norm and site.refusal is not None:
+        return f"{name(node)}: {site.refusal}"
+    return name(node)
+
+
 def name(node: fx.Node) -> str:
     """Return the path of the module, or the name of the function or method, that a node calls."""
     if isinstance(node.target, str):
@@ -274,7 +282,7 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
 
         above = builder.traced.main_input(node)
         if above is None or not (is_mul(node) or propagates_scale(builder, node)):
-            raise NotFoldable(f"a scale cannot pass {name(node)}")
+            raise NotFoldable(f"a scale cannot pass {obstacle(builder, node)}")
         passed.add(node)
         node = above
 
@@ -324,7 +332,7 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
     above = builder.traced.main_input(node)
     is_scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
     if above is None or not (is_mul(node) or is_scalar or propagates_scale(builder, node)):
-        raise NotFoldable(f"a scale cannot pass {name(node)}")
+        raise NotFoldable(f"a scale cannot pass {obstacle(builder, node)}")
     if not (factor >= 0 or is_scalar or builder.is_identity(node)):
         raise NotFoldable(f"a factor of {factor:g} cannot pass {name(node)}")
     return enlarge(builder, above, factor, {node})

@@ -9,18 +9,21 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeGuard
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, fx, nn
 
 from normswap.errors import PlanError
-from normswap.sites.own_layer import OwnLayer as OwnLayer
+from normswap.sites.own_forwards import Linearity as Linearity
+from normswap.sites.own_layer import (
+    GAMMA as GAMMA,
+    BranchScale as BranchScale,
+    OwnLayer as OwnLayer,
+    scales_branch as scales_branch,
+)
 
-Linearity: TypeAlias = nn.Linear | nn.modules.conv._ConvNd
 # What can stand at a path. A dropout rate is a number, or None.
 Held: TypeAlias = nn.Module | nn.Parameter | float | None
-# The entry in ROLES of a parameter that inherits the role of the norm that stood there.
-GAMMA = "gamma"
 
 
 class PlannedLayer:
@@ -94,22 +97,6 @@ def planned_layers() -> dict[str, type[PlannedLayer]]:
     for file in pkgutil.iter_modules(importlib.import_module("normswap.layers").__path__):
         importlib.import_module(f"normswap.layers.{file.name}")
     return _BY_NAME
-
-
-class BranchScale(Protocol):
-    """A layer that ends a residual branch with one number: y = alpha x, or alpha x + bias."""
-
-    alpha: Tensor
-    bias: nn.Parameter | None
-
-    @property
-    def learns(self) -> bool:
-        """Whether training changes alpha."""
-
-
-def scales_branch(module: object) -> TypeGuard[BranchScale]:
-    """Whether a module ends a residual branch with one number."""
-    return isinstance(module, OwnLayer) and module.SCALES_BRANCH
 
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from normswap.sites.known_norms import SCALES, is_near
 
+Linearity: TypeAlias = nn.Linear | nn.modules.conv._ConvNd
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Zeros before and after the values of one dimension.
 Widths: TypeAlias = tuple[int, int]

@@ -1,9 +1,12 @@
 """`OwnLayer`: the base of normswap's own modules, each of which says itself what it computes."""
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeGuard
 
 from torch import Tensor, nn
+
+# The entry in ROLES of a parameter that inherits the role of the norm that stood there.
+GAMMA = "gamma"
 
 
 class OwnLayer(nn.Module):
@@ -48,3 +51,19 @@ class OwnLayer(nn.Module):
     def normalized(self, x: Tensor) -> Tensor:
         """Return the values (N, C, ...) that the layer multiplies by its weight."""
         raise NotImplementedError
+
+
+class BranchScale(Protocol):
+    """A layer that ends a residual branch with one number: y = alpha x, or alpha x + bias."""
+
+    alpha: Tensor
+    bias: nn.Parameter | None
+
+    @property
+    def learns(self) -> bool:
+        """Whether training changes alpha."""
+
+
+def scales_branch(module: object) -> TypeGuard[BranchScale]:
+    """Whether a module ends a residual branch with one number."""
+    return isinstance(module, OwnLayer) and module.SCALES_BRANCH

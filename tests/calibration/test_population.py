@@ -149,8 +149,12 @@ class Doubled(nn.BatchNorm2d):
     [
         (network, with_nan(), SourceError, "batch 1 has values that are not finite"),
         (network, [], SourceError, "0 calibration images"),
-        (network, shifted(count=1, batch=1), SourceError, "a batch of 1 image"),
-        (network, shifted(count=8, batch=1), SourceError, "a batch of 1 image"),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4), nn.BatchNorm1d(4)),
+            shifted(count=8, batch=1),
+            SourceError,
+            "2 sees one value per channel",
+        ),
         (
             network,
             [torch.randn(4, 1, 32, 32).double()],

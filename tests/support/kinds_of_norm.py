@@ -27,11 +27,18 @@ class Residual(nn.Module):
         self.stem = conv(3, WIDTH, 1)
         self.conv = conv(WIDTH, WIDTH, 1)
         self.norm = norm
-        self.out = conv(WIDTH, 5, 1)
+        self.out = nn.Linear(WIDTH, 5)
+        self.pooled = tuple(range(-rank, 0))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.stem(x)
-        return self.out(F.relu(y + self.norm(self.conv(y))))
+        return self.head(y + self.norm(self.conv(y)))
+
+    def head(self, y: Tensor) -> Tensor:
+        y = F.relu(y)
+        if self.pooled:
+            y = y.mean(self.pooled)
+        return self.out(y)
 
 
 class Rows(Residual):
@@ -41,7 +48,7 @@ class Rows(Residual):
         super().__init__(norm, 1)
         self.stem = nn.Linear(3, WIDTH)
         self.conv = nn.Linear(WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, 5)
+        self.pooled = ()
 
 
 class Tokens(Rows):
@@ -64,7 +71,7 @@ class ByHand(Residual):
         normalized = F.batch_norm(
             self.conv(y), norm.running_mean, norm.running_var, norm.weight, norm.bias, False
         )
-        return self.out(F.relu(y + normalized))
+        return self.head(y + normalized)
 
 
 class HandWritten(nn.Module):
