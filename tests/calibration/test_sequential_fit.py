@@ -23,6 +23,7 @@ from normswap.calibration.least_squares import RIDGES, Folds
 from normswap.images.datasets import make_loader
 from normswap.layers.per_sample import leveling
 from normswap.schemes.groupnorm import absolute_eps
+from normswap.sites.site import site_of
 from normswap.surgery import applying, conversion
 
 CHANNELS = 4
@@ -224,7 +225,7 @@ def test_the_share_of_eps_is_what_was_asked_for_in_every_group(
     norm.running_mean.normal_()  # type: ignore[union-attr]
     norm.running_var.uniform_(0.05, 0.4)  # type: ignore[union-attr]
     norm.running_var[4:] *= 100  # type: ignore[index]
-    eps = absolute_eps(norm, relative_eps)
+    eps = absolute_eps(site_of(norm), relative_eps)
     scale, offset = leveling(norm, 2)
     spread = torch.randn(20_000, 8, dtype=torch.float64) * norm.running_var.sqrt()  # type: ignore[union-attr]
     values = scale * (spread + norm.running_mean) + offset

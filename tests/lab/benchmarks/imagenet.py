@@ -40,6 +40,7 @@ from normswap.models import zoo
 from normswap.models.weight_files import read
 from normswap.plan import Body
 from normswap.schemes.groupnorm import absolute_eps
+from normswap.sites.site import site_of
 from normswap.storage.checkpoint import open_model
 from normswap.surgery import conversion
 
@@ -65,7 +66,7 @@ def with_our_eps(model: nn.Module, groups: int, *, matched: bool) -> nn.Module:
     """
 
     def norm_with_our_eps(norm: nn.Module) -> nn.Module:
-        return group_norm(norm, groups, absolute_eps(norm, RELATIVE_EPS))
+        return group_norm(norm, groups, absolute_eps(site_of(norm), RELATIVE_EPS))
 
     return swapped(
         model, norm_with_our_eps, None if matched else lambda norm: (norm.weight, norm.bias)
