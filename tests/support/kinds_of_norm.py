@@ -1,5 +1,6 @@
 """Forty kinds of norm, each in a small residual network, for the table of kinds and targets."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -203,6 +204,13 @@ def frozen() -> nn.Module:
     return nn.BatchNorm2d(WIDTH).requires_grad_(False)
 
 
+def of_opacus() -> nn.Module:
+    """Return the norm that Opacus puts in the place of a BatchNorm."""
+    validators = importlib.import_module("opacus.validators")
+    fixed: nn.Module = validators.ModuleValidator.fix(nn.Sequential(nn.BatchNorm2d(WIDTH)))
+    return fixed.get_submodule("0")
+
+
 def untracked() -> nn.Module:
     """Return a BatchNorm that takes its statistics from the batch in eval mode, too."""
     return nn.BatchNorm2d(WIDTH, track_running_stats=False)
@@ -262,6 +270,7 @@ KINDS = (
         size=(3, 7, 7),
     ),
     Kind("GroupNorm", lambda: nn.GroupNorm(2, WIDTH)),
+    Kind("GroupNorm that Opacus puts", of_opacus),
     Kind("LayerNorm", lambda: nn.LayerNorm(WIDTH), 1, _tokens, (2, 6, 3)),
     Kind("RMSNorm", lambda: nn.RMSNorm(WIDTH), 1, _tokens, (2, 6, 3)),
     Kind("LocalResponseNorm", lambda: nn.LocalResponseNorm(3)),
