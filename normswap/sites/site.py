@@ -144,6 +144,17 @@ class Site:
         return [count]
 
     @property
+    def can_be_synchronized(self) -> bool:
+        """Whether torch's SyncBatchNorm can take the place of the module in training.
+
+        It computes neither the ghost batches nor the activation of normswap's own BatchNorm.
+        """
+        if not self.is_batchnorm or not isinstance(self.module, OwnLayer):
+            return True
+        has_ghost_batches = bool(getattr(self.module, "ghost", 0))
+        return not has_ghost_batches and self.activation is None
+
+    @property
     def is_affine(self) -> bool:
         """Whether the module is y = act(s * x + t) in eval mode, as a norm or as an own layer."""
         return affine.is_affine(self.module)

@@ -21,9 +21,9 @@ from torch import nn
 from normswap import provenance
 from normswap.errors import NormswapError, OptionError, RecipeError, SourceError, require_packages
 from normswap.images import datasets
-from normswap.layers.site_norm import SiteNorm
 from normswap.models import devices, network_input
 from normswap.plan import Body
+from normswap.sites.site import sites_of
 from normswap.storage import checkpoint
 from normswap.surgery import conversion, reverification, unfolding
 from normswap.surgery.network import Network
@@ -429,9 +429,9 @@ def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
     """
     if device.type == "cpu":
         raise OptionError("train.sync_bn needs GPUs", "torch's SyncBatchNorm does not run on a CPU")
-    for path, norm in model.named_modules():
-        if isinstance(norm, SiteNorm) and (norm.ghost or norm.act is not None):
+    for site in sites_of(model):
+        if not site.can_be_synchronized:
             why = "torch's SyncBatchNorm has no ghost batches and no activation"
-            raise OptionError(f"train.sync_bn does not fit the norm {path}", why)
+            raise OptionError(f"train.sync_bn does not fit the norm {site.path}", why)
     converted: nn.Module = convert_sync_batchnorm(model)
     return converted

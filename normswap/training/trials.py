@@ -31,7 +31,7 @@ from normswap.images.datasets import Loader, drawn_rows, image_record, make_load
 from normswap.models import devices
 from normswap.models.modes import Progress
 from normswap.plan import Body
-from normswap.sites import affine
+from normswap.sites.site import site_of, sites_of
 from normswap.surgery import conversion
 from normswap.surgery.network import Network
 from normswap.training import assembly, recipe_files
@@ -117,7 +117,7 @@ def references(model: nn.Module) -> list[Advice]:
 
     The list is empty for a network without BatchNorm.
     """
-    if not any(affine.is_batchnorm(module) for module in model.modules()):
+    if not any(site.is_batchnorm for site in sites_of(model)):
         return []
     why = {
         "batchnorm": "as it is, with statistics of the batch",
@@ -138,7 +138,7 @@ def is_at_edge(lr: float) -> bool:
 def _norms_to_eval(model: nn.Module, args: tuple[object, ...]) -> None:
     """Put every BatchNorm in eval mode: a hook that runs before each forward."""
     for module in model.modules():
-        if affine.is_batchnorm(module):
+        if site_of(module).is_batchnorm:
             module.eval()
 
 
