@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from normswap.graph.inspection import Anatomy as Anatomy, inspect as inspect
     from normswap.images.accuracy import evaluate as evaluate
     from normswap.plan import Arch as Arch, Plan as Plan
+    from normswap.proof.verdict import Report as Report
     from normswap.schemes import Scheme as Scheme, register_scheme as register_scheme
     from normswap.sites.known_norms import register_norm as register_norm
     from normswap.storage.checkpoint import load as load, open_model, save as save
     from normswap.storage.publishing import push as push
     from normswap.surgery.carrying_out import Conversion as Conversion
-    from normswap.surgery.comparison import verify as verify
     from normswap.surgery.conversion import convert as convert
     from normswap.surgery.network import Network as Network
     from normswap.surgery.recalibration import recalibrate as recalibrate
-    from normswap.surgery.report import Report as Report
+    from normswap.surgery.verification import verify as verify
     from normswap.training.engine import Result as Result, finetune as finetune
     from normswap.training.optimizing import (
         adaptive_clip_ as adaptive_clip_,
@@ -58,11 +58,11 @@ _NAMES = {
     "storage.checkpoint": "load open save",
     "storage.publishing": "push",
     "surgery.carrying_out": "Conversion",
-    "surgery.comparison": "verify",
+    "surgery.verification": "verify",
     "surgery.conversion": "convert",
     "surgery.network": "Network",
     "surgery.recalibration": "recalibrate",
-    "surgery.report": "Report",
+    "proof.verdict": "Report",
     "training.engine": "Result finetune",
     "training.optimizing": "adaptive_clip_ teacher_loss",
     "training.recipe": "Recipe",

@@ -12,11 +12,11 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.inspection import Anatomy, Block, Norm
 from normswap.plan import Body, Step
+from normswap.proof.verdict import Report
 from normswap.sites.own_layer import scales_branch
 from normswap.sites.site import sites_of
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
-from normswap.surgery.report import Report
 
 _ROLES = ("stem", "last", "down", "other", "head")
 _BLOCK_FIELDS = ("path", "stage", "skip", "order", "tail", "norms", "last", "gate", "drop_path")

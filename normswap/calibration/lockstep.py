@@ -19,6 +19,7 @@ from normswap.calibration.checked_batches import checked, misfit, parts, remedy_
 from normswap.errors import SourceError, TraceError, VerificationError
 from normswap.graph.recording import record, record_once
 from normswap.graph.tracing import Traced, apply
+from normswap.models import network_input
 from normswap.models.calling import Example
 
 Values: TypeAlias = dict[str, Any]
@@ -146,7 +147,7 @@ class Lockstep:
                 remedy_for(first),
             ) from None
         # A forward that is written for one batch size cannot run on parts of the batch.
-        whole = not all(_takes_one(model, first) for model in models)
+        whole = not all(network_input.runs(model, first.first(1)) for model in models)
 
         for model in models:
             run(model, (first if whole else first.first(1)).map(torch.clone))
@@ -276,13 +277,3 @@ def _finite(values: Iterable[object]) -> Iterator[Tensor]:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
             least, most = value.aminmax()
             yield least.isfinite() & most.isfinite()
-
-
-def _takes_one(model: nn.Module, batch: Example) -> bool:
-    """Whether the network runs on the first image of a batch alone."""
-    # A user's forward may raise anything.
-    try:
-        batch.first(1).map(torch.clone).call(model)
-    except Exception:
-        return False
-    return True

@@ -1,20 +1,18 @@
 """PROVE, for files: what a file computes in its own runtime, against the PyTorch network.
 
-As in `comparison`, a float32 file may be off by 1e-5, or by four times the distance between the
-source in float32 and in float64, which is measured if 1e-5 is exceeded (in random networks rounding
-errors grow from block to block). A file in half precision may be off by a few times what rounding
-to that precision costs the network in PyTorch, on the same inputs.
+As for networks, a float32 file may be off by 1e-5, or by four times the distance between the source
+in float32 and in float64, which is measured if 1e-5 is exceeded (in random networks rounding errors
+grow from block to block). A file in half precision may be off by a few times what rounding to that
+precision costs the network in PyTorch, on the same inputs. int8 claims nothing: it is measured.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, VerificationError, WrongResultError, explained
@@ -22,14 +20,13 @@ from normswap.exporting.exported_module import first_missing
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
 from normswap.graph.anatomy import Anatomy
-from normswap.images.accuracy import unit
 from normswap.models.calling import Example
 from normswap.models.network_input import ANSWERS, answer
-from normswap.surgery import comparison, running
-from normswap.surgery.departure import Departure, first_layer_apart
+from normswap.proof import allowance, running, verdict
+from normswap.proof.allowance import Allowance
+from normswap.proof.distance import Distance, OutputDistances, Outputs, distance
+from normswap.proof.where import Departure, first_layer_apart
 
-# A file may be off by this many times what float32 costs the source, as in `comparison`.
-_STRAYING = 4
 # Rounding is measured on the first batches, until they hold so many samples.
 _ROUNDED = 16
 # int8 has no limit of its own: its cost is reported, and the user judges it. A file that always
@@ -65,6 +62,9 @@ class Figures:
         apart: The first layer that is off, or in int8 the first whose error jumps.
         missing: The first weight or bias that is nowhere in the file. It is looked for where the
             file's runtime gives no values from inside.
+        exact: Whether the file claims to compute what the network does, up to the rounding of its
+            precision. int8 does not.
+        unproved: Why nothing that was compared could have shown an error. Empty otherwise.
     """
 
     relative_l2: float
@@ -79,6 +79,13 @@ class Figures:
     output: str = ""
     apart: Departure | None = None
     missing: str = ""
+    exact: bool = True
+    unproved: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """PROVED, NOT PROVED or WRONG of a file that claims to be exact; MEASURED of int8."""
+        return verdict.word(exact=self.exact, passed=self.passed, unproved=bool(self.unproved))
 
     @property
     def place(self) -> str:
@@ -90,7 +97,7 @@ class Figures:
     @property
     def passed(self) -> bool:
         """Whether the file computes what the network does, within the tolerance."""
-        return self.relative_l2 <= self.tolerance
+        return self.relative_l2 <= self.tolerance and not self.unproved
 
     @property
     def points_lost(self) -> float | None:
@@ -158,75 +165,20 @@ def check(
             int8.
 
     Raises:
-        VerificationError: The file computes something else, does not run, or gives another number
-            of tensors.
+        VerificationError: The file computes something else, does not run, gives another number of
+            tensors, or answers every image alike, so that nothing proves it.
     """
-    signature = reference.signature
-    by_output = {name: _AnswerSums() for name in signature.outputs}
-
-    first: Example | None = None
+    compared = _Compared(reference, dtype)
     for batch, labels in batches:
-        x = together(batch)
-        example = signature.example(x)
-        if not example.count:
-            continue
-
-        answers = signature.answers(reference.source, x)
-        if any(value.is_complex() or value.is_sparse for value in answers.values()):
-            remedy = "Let it give both parts: torch.view_as_real, or x.to_dense()"
-            raise OptionError(
-                "the network gives complex numbers or a sparse tensor", "files hold neither", remedy
-            )
-
-        with explained(VerificationError, f"{what} does not run on {example}"):
-            outputs = reference.answers(runs, x)
-        if len(outputs) != len(answers):
-            raise VerificationError(
-                f"{what} gives {len(outputs)} tensors", f"the network gives {len(answers)}"
-            )
-
-        # What rounding costs is measured on the first batches only.
-        measures = reference.rounded and next(iter(by_output.values())).count < _ROUNDED
-        rounded = (
-            reference.answers(reference.rounded, x)
-            if measures and reference.rounded
-            else [None] * len(outputs)
-        )
-
-        axes = comparison.class_axes(answers, reference.anatomy)
-        for (name, logits), values, lossy in zip(answers.items(), outputs, rounded, strict=True):
-            expected = logits.softmax(-1) if reference.softmax else logits
-            by_output[name].add(example.count, logits, expected, values, labels, axes.get(name))
-            if lossy is not None:
-                by_output[name].rounding.add(expected, lossy)
-
-        first = first or example
-
-    if first is None:
+        compared.add(runs, together(batch), labels, what)
+    if compared.first is None:
         raise OptionError("no images to check the file on")
 
-    # The error is that of the worst output. Agreement and top-1 are those of the answer, if one of
-    # the outputs is the answer.
-    name, sums = max(by_output.items(), key=lambda pair: pair[1].distance.relative)
-    allowed = _allowed(reference, dtype, first, name, sums)
-    shown = next(
-        (by_output[answer_name] for answer_name in ANSWERS if answer_name in by_output),
-        sums if len(by_output) == 1 else _AnswerSums(),
-    )
-    figures = Figures(
-        sums.distance.relative,
-        shown.agreement,
-        sums.count,
-        allowed,
-        described,
-        shown.places,
-        shown.unit,
-        shown.hits("source"),
-        shown.hits("file"),
-        name if len(by_output) > 1 else "",
-    )
-
-    figures = _looked_into(figures, reference, inside, first, dtype)
+    figures = compared.figures(described)
+    figures = _looked_into(figures, reference, inside, compared.first, dtype)
+    if refuse and figures.unproved:
+        remedy = "Give images that it has an answer to"
+        raise VerificationError(f"nothing proves {what}", figures.unproved, remedy)
     if refuse and not figures.passed:
         where = f" at {figures.output}" if figures.output else ""
         raise WrongResultError(
@@ -256,168 +208,207 @@ def _looked_into(
     return figures
 
 
-def _allowed(
-    reference: Reference, dtype: str, first: Example, name: str, sums: _AnswerSums
-) -> float:
-    """Return the relative L2 error that is allowed at one output.
+class _Compared:
+    """A file and its network, and what was measured of them so far.
 
-    The source's rounding is measured on the first batch.
-    """
-    if dtype == "int8":
-        # The squared error of labels may be half of what guessing gives.
-        return 0.5**0.5 if sums.distance.discrete else _INT8
-
-    allowed = comparison.FLOAT32_TOLERANCE
-    # For p = softmax(z), dp / p = dz - sum p dz, so |dp| / |p| <= 2 max |dz|.
-    if reference.softmax:
-        allowed *= max(1.0, 2 * sums.peak)
-    # Eleven files in half precision were off by 0.1 to 1.4 times what rounding costs.
-    allowed = max(allowed, comparison.ROUNDING * sums.rounding.relative)
-    if sums.distance.relative > allowed:
-        allowed = max(allowed, _STRAYING * _stray(reference, first, name, sums))
-
-    return allowed
-
-
-def _stray(reference: Reference, first: Example, name: str, sums: _AnswerSums) -> float:
-    """Return how far the source is from its own float64 values, on the first batch.
-
-    In a network that enlarges rounding errors from block to block, that is far.
-    """
-    signature = reference.signature
-    outputs = running.outputs_double(reference.source, first.map_floats(Tensor.double))
-    wide = (
-        list(outputs.values())[signature.outputs.index(name)]
-        if signature.whole
-        else answer(outputs)
-    )
-
-    assert sums.first is not None
-
-    own = Distance()
-    own.add(wide, sums.first)
-    return own.relative
-
-
-class Distance:
-    """The relative L2 distance between values, summed over batches.
-
-    The error of labels, masks and counts is relative to the error of guessing.
-    """
-
-    def __init__(self) -> None:
-        self.off = self.sum = self.squares = 0.0
-        self.count = 0
-        self.discrete = False
-
-    def add(self, expected: Tensor, values: Tensor) -> None:
-        """Add a batch. Values of another shape, or not finite, are infinitely far off."""
-        self.discrete = not expected.is_floating_point()
-        fits = expected.shape == values.shape and bool(torch.isfinite(values).all())
-        expected = expected.double()
-        values = values.double()
-        self.off += float((expected - values).square().sum()) if fits else math.inf
-        self.sum = self.sum + float(expected.sum())
-        self.squares = self.squares + float(expected.square().sum())
-        self.count += expected.numel()
-
-    @property
-    def relative(self) -> float:
-        whole = self.squares
-        if self.discrete:
-            # Guesses with the frequencies of the labels are off by twice the labels' variance.
-            whole = 2 * (self.squares - self.sum**2 / max(self.count, 1))
-        return math.sqrt(self.off / max(whole, 1e-300))
-
-
-class _AnswerSums:
-    """How one output of a file compares with the source's, counted over all batches.
+    Args:
+        reference: The network, as the file must compute it.
+        dtype: The precision of the file.
 
     Attributes:
-        distance: The distance of the file from the source.
-        rounding: The distance of the rounded network from the source, on the first batches.
-        peak: The largest absolute value of the source's output.
-        count: The number of samples.
-        compared: The number of samples whose classes were compared.
-        places: The number of classes that were compared: one for each image, or for each position
-            of a map.
-        same: The number of them that are the same in file and source.
-        unit: The name of one such place: images, pixels, voxels ...
-        first: The source's output on the first batch.
-        labelled: The number of images whose label is a class of the network.
-        right: The number of images whose class is the label, for the source and for the file.
+        first: The call of the first batch, or None before it.
+        distances: How far the file is from the network, over all batches.
+        rounding: By output, how far the network with rounded numbers is from the source, on the
+            first batches.
+        peaks: By output, the largest absolute value of the source's scores.
+        outputs: The source's outputs on the first batch.
+        hits: By output, the images whose class is their label.
+        has_changed: Whether two samples had different answers of the source.
+        of_samples: The outputs that have a row for each sample.
     """
 
-    def __init__(self) -> None:
-        self.distance = Distance()
-        self.rounding = Distance()
-        self.peak = 0.0
-        self.count = self.places = self.same = self.compared = 0
-        self.unit = "images"
-        self.first: Tensor | None = None
-        self.right = {"source": 0, "file": 0}
-        self.labelled = 0
+    def __init__(self, reference: Reference, dtype: str) -> None:
+        self.reference = reference
+        self.dtype = dtype
+        self.first: Example | None = None
+        self.distances = OutputDistances("float32", anatomy=reference.anatomy)
+        names = reference.signature.outputs
+        self.rounding = {name: Distance() for name in names}
+        self.peaks = dict.fromkeys(names, 0.0)
+        self.outputs: Outputs = {}
+        self.hits = {name: _Hits() for name in names}
+        self.has_changed = False
+        self.of_samples = set(names)
 
     def add(
-        self,
-        count: int,
-        logits: Tensor,
-        expected: Tensor,
-        actual: Tensor,
-        labels: Tensor | None,
-        axis: int | None,
+        self, runs: Runs, tensors: tuple[Tensor, ...], labels: Tensor | None, what: str
     ) -> None:
+        """Run both on a batch, and measure how far they are apart.
+
+        Args:
+            runs: The file in its runtime.
+            tensors: The inputs.
+            labels: The true classes (N,), or None.
+            what: The name of the file in errors.
+        """
+        reference = self.reference
+        example = reference.signature.example(tensors)
+        if not example.count:
+            return
+
+        answers = reference.signature.answers(reference.source, tensors)
+        if any(value.is_complex() or value.is_sparse for value in answers.values()):
+            remedy = "Let it give both parts: torch.view_as_real, or x.to_dense()"
+            raise OptionError(
+                "the network gives complex numbers or a sparse tensor", "files hold neither", remedy
+            )
+        with explained(VerificationError, f"{what} does not run on {example}"):
+            values = reference.answers(runs, tensors)
+        if len(values) != len(answers):
+            raise VerificationError(
+                f"{what} gives {len(values)} tensors", f"the network gives {len(answers)}"
+            )
+
+        expected = answers
+        if reference.softmax:
+            expected = {name: logits.softmax(-1) for name, logits in answers.items()}
+        actual = dict(zip(answers, values, strict=True))
+        self._add_change(example, answers)
+        self._add_rounding(tensors, expected)
+        self.distances.add(example, expected, actual)
+        for name, logits in answers.items():
+            if logits.numel():
+                self.peaks[name] = max(self.peaks[name], float(logits.double().abs().max()))
+            if not logits.ndim or len(logits) != example.count:
+                self.of_samples.discard(name)
+            axis = self.distances.axes.get(name)
+            is_finite = self.distances.by_output[name].is_comparable
+            if axis == 1 and is_finite and labels is not None:
+                self.hits[name].add(expected[name], actual[name], labels)
+        self.first = self.first or example
+        self.outputs = self.outputs or answers
+
+    def _add_change(self, example: Example, answers: Outputs) -> None:
+        """Note whether two samples have different answers, in this batch or since the first."""
+        for name, value in answers.items():
+            rows = value[:1] if value.ndim and len(value) == example.count > 1 else value
+            self.has_changed |= not bool((value == rows).all())
+            first = self.outputs.get(name)
+            if first is not None and value.ndim and first.ndim:
+                same = first[:1].shape == value[:1].shape and bool((first[:1] == value[:1]).all())
+                self.has_changed |= not same
+
+    def _add_rounding(self, tensors: tuple[Tensor, ...], expected: Outputs) -> None:
+        """Measure what rounding costs the network, on the first batches only."""
+        rounded = self.reference.rounded
+        if rounded is None or self.distances.count >= _ROUNDED:
+            return
+        lossy = self.reference.answers(rounded, tensors)
+        for (name, value), other in zip(expected.items(), lossy, strict=True):
+            self.rounding[name].add(value, other)
+
+    def figures(self, described: str) -> Figures:
+        """Return what was measured.
+
+        The error is that of the worst output. Agreement and top-1 are those of the answer, if one
+        of the outputs is the answer.
+        """
+        error = self.distances.error()
+        several = len(self.distances.by_output) > 1
+        names = [name for name in ANSWERS if name in self.distances.by_output]
+        if not several:
+            names = [error.output]
+        names = [name for name in names if name in self.of_samples]
+        shown = self.distances.agreements.get(names[0]) if names else None
+        if shown is not None and shown.samples != self.distances.count:
+            shown = None
+        hits = self.hits[names[0]] if names else _Hits()
+        is_proof = self.dtype != "int8"
+        unproved = ""
+        if is_proof and not self.has_changed and self.distances.count > 1:
+            unproved = "every image gives the same numbers: nothing was compared"
+
+        return Figures(
+            relative_l2=error.relative_l2,
+            agreement=None if shown is None else shown.share,
+            count=self.distances.count,
+            tolerance=self._allowed(error.output),
+            inputs=described,
+            answers=0 if shown is None else shown.places,
+            unit="images" if shown is None else shown.unit,
+            source_top1=hits.top1("source", self.distances.count),
+            top1=hits.top1("file", self.distances.count),
+            output=error.output if several else "",
+            exact=is_proof,
+            unproved=unproved if error.relative_l2 <= self._allowed(error.output) else "",
+        )
+
+    def _allowed(self, name: str) -> float:
+        """Return the relative L2 error that is allowed at one output."""
+        distance_of_file = self.distances.by_output[name]
+        if self.dtype == "int8":
+            # Half of what guesses get wrong.
+            return distance_of_file.of_guesses / 2 if distance_of_file.are_labels else _INT8
+
+        base = allowance.FLOAT32_BASE
+        # For p = softmax(z), dp / p = dz - sum p dz, so |dp| / |p| <= 2 max |dz|.
+        if self.reference.softmax:
+            base *= max(1.0, 2 * self.peaks[name])
+        # Eleven files in half precision were off by 0.1 to 1.4 times what rounding costs.
+        cost = self.rounding[name].relative_l2
+        allowed = Allowance(self.dtype, base, cost, allowance.ROUNDING).most
+        if distance_of_file.relative_l2 <= allowed:
+            return allowed
+        return Allowance(self.dtype, allowed, self._own_change(name), allowance.STRAYING).most
+
+    def _own_change(self, name: str) -> float:
+        """Return how far the source is from its own float64 values, on the first batch.
+
+        In a network that enlarges rounding errors from block to block, that is far.
+        """
+        assert self.first is not None
+        signature = self.reference.signature
+        wide = self.first.map_floats(Tensor.double)
+        outputs = running.outputs_double(self.reference.source, wide)
+        if signature.whole:
+            expected = list(outputs.values())[signature.outputs.index(name)]
+        else:
+            expected = answer(outputs)
+        return distance(expected, self.outputs[name]).relative_l2
+
+
+class _Hits:
+    """The images whose class is their label, for the source and for its file."""
+
+    def __init__(self) -> None:
+        self.labelled = 0
+        self.right = {"source": 0, "file": 0}
+
+    def add(self, expected: Tensor, actual: Tensor, labels: Tensor) -> None:
         """Add a batch.
 
         Args:
-            count: The number of its images.
-            logits: The answers of the source.
-            expected: The answers that the file should give.
-            actual: The answers that the file gives.
-            labels: The true classes, or None.
-            axis: The axis of the classes, or None where the answers are no scores.
+            expected: The scores of the source, (N, classes).
+            actual: The scores of the file, (N, classes).
+            labels: The true classes, (N,). A batch with other numbers is not counted.
         """
-        if self.first is None:
-            self.first = logits
-        self.distance.add(expected, actual)
-        self.count += count
-        if logits.numel():
-            self.peak = max(self.peak, float(logits.double().abs().max()))
-        # An argmax is a class only where the output has scores of classes, for each sample, and
-        # where the file's numbers are finite and of the same shape.
-        if axis is None or not math.isfinite(self.distance.off) or len(expected) != count:
+        are_classes = expected.ndim == 2 and bool(
+            ((labels >= 0) & (labels < expected.shape[1])).all()
+        )
+        if not are_classes:
             return
+        self.labelled += len(labels)
+        for who, scores in (("source", expected), ("file", actual)):
+            self.right[who] += int((scores.argmax(1) == labels).sum())
 
-        self.compared += count
-        same = expected.argmax(axis) == actual.argmax(axis)
-        self.places = self.places + same.numel()
-        self.same = self.same + int(same.sum())
-        self.unit = unit(expected)
-
-        if (
-            labels is not None
-            and expected.ndim == 2
-            and bool(((labels >= 0) & (labels < expected.shape[1])).all())
-        ):
-            self.labelled += count
-            for who, scores in (("source", expected), ("file", actual)):
-                self.right[who] += int((scores.argmax(1) == labels).sum())
-
-    def hits(self, who: str) -> float | None:
+    def top1(self, who: str, count: int) -> float | None:
         """Return the top-1 of `source` or `file` in percent.
 
-        It is None unless all images have a label that is a class of the network.
+        It is None unless each of `count` images has a label that is a class of the network.
         """
-        if not self.labelled == self.count > 0:
+        if not self.labelled == count > 0:
             return None
-        return 100 * self.right[who] / self.count
-
-    @property
-    def agreement(self) -> float | None:
-        """The share of places with the same class; None unless all samples have classes."""
-        if not self.compared == self.count > 0:
-            return None
-        return self.same / self.places
+        return 100 * self.right[who] / count
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:

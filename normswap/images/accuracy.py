@@ -107,15 +107,6 @@ def agreement(answers: Tensor, others: Tensor) -> float:
     return float((answers == others).double().mean())
 
 
-def unit(scores: Tensor) -> str:
-    """Return the word for what each answer is about, by the dimensions of the scores.
-
-    Args:
-        scores: Scores (N, classes) of images, or (N, classes, ...) of the places of a map.
-    """
-    return {2: "images", 4: "pixels", 5: "voxels"}.get(scores.ndim, "places")
-
-
 def _logits(model: nn.Module, example: Example) -> Tensor:
     """Return the scores of classes (N, classes) in float64, on the CPU."""
     try:

@@ -375,6 +375,23 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
             yield from named_tensors(entry, dotted(name, str(key)), depth - 1)
 
 
+def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, float]]:
+    """Yield every plain number in tuples, lists and dicts, with its name.
+
+    A record may hold numbers that are no answers, such as the time that it took.
+
+    Args:
+        value: The number, or the structure that holds numbers.
+        name: The name of the value itself.
+        depth: How many levels are looked into.
+    """
+    if isinstance(value, bool | int | float):
+        yield name, value
+    elif depth and isinstance(value, Mapping | tuple | list):
+        for key, entry in _parts(value):
+            yield from named_numbers(entry, dotted(name, str(key)), depth - 1)
+
+
 def _parts(value: object) -> Iterable[tuple[object, object]]:
     """Return the entries of a collection or record, with their keys."""
     if isinstance(value, Mapping):

@@ -4,9 +4,8 @@ An example comes from what the user gives; else from what the network says of it
 timm's record, a Hugging Face config), else from its first layer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from normswap import provenance
 from normswap.copying import dotted
 from normswap.errors import OptionError, SourceError, spelled
 from normswap.models.calling import Example, form, named_tensors
-from normswap.models.modes import undisturbed
+from normswap.models.modes import callers_dtype, undisturbed
 from normswap.sites.site import site_of
 
 # What transformers and torchvision call the answer among several outputs.
@@ -285,7 +284,7 @@ def size(model: nn.Module) -> tuple[int, ...]:
 
     # A stem that rearranges channels takes another number of them than its first layer.
     for shape in likeliest:
-        if runs(model, partial(noise, model, shape)):
+        if runs(model, noise(model, shape)):
             return shape
     return likeliest[0]
 
@@ -364,12 +363,12 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
 
 
 @torch.no_grad()
-def runs(model: nn.Module, make: Callable[[], Example]) -> bool:
-    """Return whether the network runs in eval mode on the call that `make` gives."""
-    try:
-        with undisturbed(model):
-            make().call(model)
+def runs(model: nn.Module, example: Example) -> bool:
+    """Return whether the network runs in eval mode on a call."""
     # The forward is the user's, and may raise anything for an input that it does not take.
+    try:
+        with undisturbed(model), callers_dtype():
+            example.map(torch.clone).call(model)
     except Exception:
         return False
     return True

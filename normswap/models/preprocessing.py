@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 
 from timm.data import resolve_data_config
 from torch import nn
@@ -78,9 +77,7 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     _record(model, {"input_size": tuple(size)})
 
     built = network_input.size(model)
-    if len(usual) != len(size) and not network_input.runs(
-        model, partial(network_input.noise, model, size)
-    ):
+    if len(usual) != len(size) and not network_input.runs(model, network_input.noise(model, size)):
         why = f"the network does not run on it; it takes sizes such as {comma_list(usual)}"
         raise OptionError(f"input size {comma_list(size)}", why)
     if tuple(built) != tuple(size):

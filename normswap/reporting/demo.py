@@ -12,9 +12,9 @@ from normswap.images.datasets import make_loader
 from normswap.plan import Body
 from normswap.shipped import IMAGES, NAME
 from normswap.storage import checkpoint, left_behind
-from normswap.surgery import comparison
 from normswap.surgery.conversion import convert
 from normswap.surgery.network import Network
+from normswap.surgery.verification import verify
 
 SCHEMES = ("folded", "skipinit")
 # Distances are measured on this many batches.
@@ -55,7 +55,7 @@ def run(progress: Callable[[str], None] = _ignore) -> Body:
     for name, model in networks.items():
         progress(f"verifying and evaluating {name}")
         evaluation, answers = classify(model, batches)
-        report = comparison.verify(source, model, few_images)
+        report = verify(source, model, few_images)
         share = agreement(source_answers, answers)
         same_top1 = evaluation.top1 == source_evaluation.top1
         passed = passed and report.passed and share == 1 and same_top1

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
 from normswap.analysis import plots
+from normswap.proof.verdict import Report
 from normswap.reporting.report import Facts
-from normswap.surgery.report import Report
 
 ALPHA = "\N{GREEK SMALL LETTER ALPHA}"
 _MEASURED = plots.COLOURS[0]

@@ -14,9 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from normswap.errors import printable
+from normswap.proof.verdict import Report
 from normswap.reporting import figures
 from normswap.reporting.report import Facts
-from normswap.surgery.report import Report
 from normswap.version import __version__
 
 _MINUS = "\N{MINUS SIGN}"

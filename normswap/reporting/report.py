@@ -22,10 +22,10 @@ from normswap.images.datasets import Loader
 from normswap.layers.planned_layer import planned_layers, scales_branch
 from normswap.models import calling, devices, network_input, zoo
 from normswap.plan import Arch, Body, Plan, Step
+from normswap.proof.verdict import Report
 from normswap.storage import checkpoint
 from normswap.surgery import reverification
 from normswap.surgery.network import Network
-from normswap.surgery.report import Report
 
 # Without images, the signal is measured on this many images of noise.
 _NOISE = 8

@@ -31,6 +31,7 @@ from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.models.records import image_record
 from normswap.models.weight_files import State
 from normswap.plan import Arch, Body
+from normswap.proof.verdict import Report
 from normswap.storage import atomic_write, header, model_card, network_folder
 from normswap.storage.header import (
     Header,
@@ -40,7 +41,6 @@ from normswap.storage.header import (
 from normswap.storage.network_folder import CARD, CONFIG, NORMS, WEIGHTS
 from normswap.surgery import applying, unfolding
 from normswap.surgery.carrying_out import Conversion
-from normswap.surgery.report import Report
 from normswap.version import __version__
 
 if TYPE_CHECKING:

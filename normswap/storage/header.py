@@ -20,8 +20,8 @@ from normswap import reading
 from normswap.errors import SourceError, first_line
 from normswap.models.records import ImageRecord, image_record, without_addresses
 from normswap.plan import Arch, Body, Plan
+from normswap.proof.verdict import Report
 from normswap.storage.network_folder import CONFIG, WEIGHTS
-from normswap.surgery.report import Report
 
 # The version of the record.
 VERSION = 1

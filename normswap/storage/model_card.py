@@ -11,8 +11,8 @@ from normswap import schemes
 from normswap.errors import printable
 from normswap.models import kinds
 from normswap.plan import Step
+from normswap.proof.verdict import Report
 from normswap.provenance import Provenance
-from normswap.surgery.report import Report
 
 _CARD = Path(__file__).with_suffix(".md")
 # Characters that Markdown, or HTML in it, would not show. It shows an underscore within a word.

@@ -36,7 +36,7 @@ from normswap.models import hub, timm_models
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
 from normswap.storage.network_folder import CARD, CONFIG, FILES, NORMS, WEIGHTS
-from normswap.surgery import comparison
+from normswap.surgery.verification import verify
 
 # What timm's `norm_layer` calls the norms that a conversion may end in.
 _NORM_LAYERS = ("groupnorm", "groupnorm1")
@@ -302,7 +302,7 @@ def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, obj
         try:
             other = timm_models.create(Arch(arch.name, kwargs))
             other.load_state_dict(model.state_dict())
-            if comparison.verify(model, other).passed:
+            if verify(model, other).passed:
                 return kwargs
         # The architecture has no such option, or has other tensors, or does not run.
         except (NormswapError, RuntimeError):
@@ -323,6 +323,6 @@ def _code_by_timm(model: nn.Module, arch: Arch | None, folder: Path, repo: str) 
     # timm's constructors may raise anything. If one does, this is no folded network of timm's.
     with suppress(Exception):
         exec(code(file=repr(str(folder / WEIGHTS))), names)
-        if comparison.verify(model, names["model"]).passed:
+        if verify(model, names["model"]).passed:
             return code(file=f'hf_hub_download("{repo}", "{WEIGHTS}")')
     return None

@@ -10,15 +10,17 @@ from normswap import provenance, schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, RefusedError, first_line, spelled
 from normswap.graph.anatomy import patterns, restrict
+from normswap.models import network_input
 from normswap.models.calling import Example
 from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
+from normswap.proof import comparison, doubles, held_out, running, verdict
+from normswap.proof.verdict import Report
 from normswap.schemes import Chosen
 from normswap.schemes.scheme import FitTask
 from normswap.sites.site import site_of
-from normswap.surgery import applying, comparison, held_out, running
+from normswap.surgery import applying
 from normswap.surgery.network import Batches, Network, calls_of
-from normswap.surgery.report import Report
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,9 +221,9 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
     if exact and settle is not None:
         double = network.after(result).doubled().module
         settle(network.module, double, step)
-        precise = comparison.compare_double(network, lambda: double)
+        precise = doubles.compare_double(network, lambda: double)
     elif exact:
-        precise = comparison.compare_double(
+        precise = doubles.compare_double(
             network,
             lambda: applying.apply_step(network.module, step, double=True),
             lambda example: running.by_parts(
@@ -234,7 +236,7 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
     report = comparison.compare(
         network, result, exact=exact, precise=precise, keeps_blocks=keeps_blocks
     )
-    comparison.require_passed(network, report, step.scheme)
+    verdict.require_passed(report, step.scheme)
     agreement = held_out.measured(network.module, result, fitted.held, network.anatomy)
 
     return replace(report, kept=agreement, unmeasured=fitted.unmeasured)
@@ -272,7 +274,7 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     whole = network.examples[0]
 
     # A forward that fixes its number of images takes the whole batch only.
-    if example is not whole and not running.runs(network.module, example):
+    if example is not whole and not network_input.runs(network.module, example):
         example = whole
     try:
         running.run(result, example)

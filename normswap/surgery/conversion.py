@@ -18,16 +18,10 @@ from normswap.graph.anatomy import Anatomy, naming, patterns, restrict
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
+from normswap.proof import comparison, doubles, intermediates, verdict
 from normswap.schemes import Chosen, Options
 from normswap.sites.site import sites_of
-from normswap.surgery import (
-    applying,
-    carrying_out,
-    comparison,
-    intermediates,
-    likeness,
-    unfolding,
-)
+from normswap.surgery import applying, carrying_out, likeness, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Batches, Network, calls_of
 
@@ -335,7 +329,7 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
 
     precise = None
     if exact:
-        precise = comparison.compare_double(
+        precise = doubles.compare_double(
             source, lambda: applying.apply(source.module, steps, double=True)
         )
 
@@ -353,7 +347,7 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
             report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself"
         )
 
-    comparison.require_passed(source, report, " and ".join(step.scheme for step in steps))
+    verdict.require_passed(report, " and ".join(step.scheme for step in steps))
     outcomes: dict[str, Outcome] = {}
     notes: list[str] = []
     renames: dict[str, str] = {}
@@ -382,7 +376,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     rounded = applying.centres_streams(steps)
     precise = None
     if not rounded:
-        precise = comparison.compare_double(
+        precise = doubles.compare_double(
             network, lambda: unfolding.unfold(network.doubled()).module
         )
 
@@ -390,7 +384,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     keeps_blocks = applying.keeps_streams(steps)
     report = comparison.compare(network, result.module, precise=precise, keeps_blocks=keeps_blocks)
     if report.unproved:
-        comparison.require_passed(network, report, to)
+        verdict.require_passed(report, to)
 
     if not report.passed:
         why = (

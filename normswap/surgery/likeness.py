@@ -20,7 +20,8 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.layers import measured_norm
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
-from normswap.surgery import comparison, unfolding
+from normswap.proof import comparison, doubles, verdict
+from normswap.surgery import unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
 
@@ -63,12 +64,12 @@ def batchnorm_like(
     measured = channel_moments.measure(module, norms, batches, network.progress)
     measured.store(norms)
     _undo_statistics(module, shifts)
-    precise = comparison.compare_double(
+    precise = doubles.compare_double(
         network, lambda: _undo_statistics(skeleton.doubled().module, shifts)
     )
     report = comparison.compare(network, module, precise=precise)
     if report.unproved:
-        comparison.require_passed(network, report, "batchnorm")
+        verdict.require_passed(report, "batchnorm")
 
     if not report.passed:
         worst = max(report.logits, key=lambda error: error.relative_l2)

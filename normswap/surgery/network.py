@@ -25,8 +25,8 @@ from normswap.models import calling, network_input
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import Progress
 from normswap.models.network_input import DrawnCalls
+from normswap.proof import running
 from normswap.provenance import Provenance
-from normswap.surgery import running
 
 Batches: TypeAlias = Iterable[object] | Callable[[], Iterable[object]]
 """The images that values are fitted to: batches of what the network takes, or a function that

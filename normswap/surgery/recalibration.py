@@ -18,8 +18,8 @@ from normswap.models import network_input
 from normswap.models.calling import Example, Inputs, named_tensors
 from normswap.models.modes import Progress, undisturbed
 from normswap.plan import Body, Step
+from normswap.proof import comparison, verdict
 from normswap.sites.site import sites_of
-from normswap.surgery import comparison
 from normswap.surgery.carrying_out import Conversion, applied, carry_out
 from normswap.surgery.conversion import convert
 from normswap.surgery.network import Batches, Network, calls_of
@@ -188,7 +188,7 @@ def _restored(
     progress = network.progress
     notes = restore(result, bare, calls, means_only=means_only, progress=progress)
     report = comparison.compare(network, result, exact=False)
-    comparison.require_passed(network, report, step.scheme)
+    verdict.require_passed(report, step.scheme)
 
     return Conversion(network.after(result), report, {}, notes)
 

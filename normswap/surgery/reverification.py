@@ -17,10 +17,11 @@ from normswap.images.datasets import Loader
 from normswap.models import calling, kinds, network_input
 from normswap.models.modes import Progress
 from normswap.plan import Body
-from normswap.surgery import applying, comparison, departure, held_out
-from normswap.surgery.departure import Departure
+from normswap.proof import comparison, held_out, where
+from normswap.proof.verdict import Report
+from normswap.proof.where import Departure
+from normswap.surgery import applying
 from normswap.surgery.network import Network
-from normswap.surgery.report import Report
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
@@ -101,7 +102,7 @@ def first_converted_layer_apart(
         recording.record_once(
             result, example, lambda _name, value: values.append(copy.deepcopy(value))
         )
-        return departure.first_layer_apart(expected, example, values, allowed)
+        return where.first_layer_apart(expected, example, values, allowed)
     except NormswapError:
         return None
 

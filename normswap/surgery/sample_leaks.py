@@ -30,8 +30,8 @@ from normswap.layers.seeding import seeded
 from normswap.models import calling
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import callers_dtype, hooked
+from normswap.proof import running
 from normswap.schemes.scheme import TrainingProof
-from normswap.surgery import running
 from normswap.surgery.changed_samples import (
     trial_batches,
     values_of_sample,

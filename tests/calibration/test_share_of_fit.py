@@ -10,7 +10,7 @@ from torch import nn
 from normswap.calibration import sequential_fit
 from normswap.calibration.sequential_fit import keep_share, values_of
 from normswap.models.calling import Example
-from normswap.surgery.held_out import HeldOutSplit
+from normswap.proof.held_out import HeldOutSplit
 
 
 def net(seed: int) -> nn.Module:

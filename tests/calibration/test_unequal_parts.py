@@ -24,8 +24,8 @@ from normswap.exporting import checks
 from normswap.exporting.signature import Signature
 from normswap.images.accuracy import classify
 from normswap.models.calling import Example
-from normswap.surgery import held_out
-from normswap.surgery.held_out import HeldOutSplit
+from normswap.proof import held_out
+from normswap.proof.held_out import HeldOutSplit
 from normswap.surgery.network import Network
 
 COUNT = 21

@@ -265,7 +265,10 @@ def test_batches_are_split_to_the_size_of_a_file(singly: bool, parts: list[int])
 
 @pytest.mark.parametrize(("label", "hits"), [(1, 100.0), (0, 0.0), (None, None)])
 def test_the_hits_of_a_single_image_are_counted(label: int | None, hits: float | None) -> None:
-    sums = checks._AnswerSums()
     scores = torch.tensor([[0.0, 1.0]])
-    sums.add(1, scores, scores, scores, None if label is None else torch.tensor([label]), 1)
-    assert sums.hits("file") == hits
+    reference = checks.Reference(nn.Flatten(), checks.Signature.of_images(nn.Flatten(), "logits"))
+    labels = None if label is None else torch.tensor([label])
+    found = checks.check(
+        reference, lambda _images: scores, [(scores[..., None, None], labels)], dtype="int8"
+    )
+    assert found.top1 == hits

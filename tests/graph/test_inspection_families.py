@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import normswap
 from normswap.graph.inspection import Anatomy, inspect
 from normswap.models.modes import evaluating, with_heads
-from normswap.surgery import comparison
+from normswap.proof import comparison
 from normswap.surgery.network import Network
+from normswap.surgery.verification import verify
 
 
 @dataclass(frozen=True)
@@ -370,7 +371,7 @@ def test_a_wrong_head_fails_the_proof(x: Tensor) -> None:
     wrong = copy.deepcopy(result)
     wrong.aux[0].weight.data *= 1.001
     assert not comparison.compare(network, wrong).passed
-    assert comparison.verify(model, wrong, x).passed  # eval mode alone does not see it
+    assert verify(model, wrong, x).passed  # eval mode alone does not see it
 
 
 def test_a_forward_that_wants_targets_keeps_its_head(x: Tensor) -> None:

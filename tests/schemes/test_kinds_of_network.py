@@ -18,9 +18,9 @@ from normswap.cli.app import main
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.models.calling import Example
+from normswap.proof.comparison import compare
+from normswap.proof.held_out import HeldOutSplit, measured
 from normswap.surgery import conversion
-from normswap.surgery.comparison import compare
-from normswap.surgery.held_out import HeldOutSplit, measured
 from normswap.surgery.network import Network
 
 

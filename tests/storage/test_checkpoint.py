@@ -21,10 +21,10 @@ import normswap
 from normswap import provenance
 from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch, Plan, Step
+from normswap.proof.verdict import Error, Kept, Report
 from normswap.provenance import Provenance
 from normswap.storage import checkpoint, model_card
 from normswap.surgery.conversion import convert
-from normswap.surgery.report import Error, Kept, Report
 
 CHANNELS = (8, 16, 24, 32)
 NETWORKS = {

@@ -13,6 +13,7 @@ ORDER = (
     ("folding",),
     ("calibration",),
     ("schemes",),
+    ("proof",),
     ("surgery",),
     ("storage",),
     ("analysis",),

@@ -60,20 +60,27 @@ def test_a_result_is_proved_and_a_corrupted_one_fails(name: str) -> None:
     assert not normswap.verify(source, broken, IMAGES).passed
 
 
-NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
-    "the outputs are empty: no number was compared": lambda y: y[:, :0],
-    "every input gives the same numbers: nothing was compared": lambda y: y.mean((2, 3)) * 0,
-}
+def test_empty_outputs_prove_nothing() -> None:
+    source = _network(lambda y: y[:, :0])
 
-
-@pytest.mark.parametrize("said", NOTHING)
-def test_what_compares_nothing_never_passes(said: str) -> None:
-    source = _network(NOTHING[said])
     report = normswap.verify(source, copy.deepcopy(source), IMAGES)
-    assert not report.passed
-    assert report.remarks == (said,)
+
+    assert report.verdict == "NOT PROVED"
+    assert "empty" in report.unproved
     with pytest.raises(VerificationError, match="nothing proves the result"):
         normswap.convert(source, "folded", inputs=IMAGES)
+
+
+def test_constant_outputs_are_proved_by_what_stands_before_them() -> None:
+    source = _network(lambda y: y.mean((2, 3)) * 0)
+
+    done = normswap.convert(source, "folded", inputs=IMAGES)
+
+    assert done.report.verdict == "PROVED"
+    assert done.report.remarks == ("proved at the last layers; the outputs are constant",)
+    broken: Any = copy.deepcopy(done.model)
+    broken.body[3].weight.data.neg_()
+    assert normswap.verify(source, broken, IMAGES).verdict == "WRONG"
 
 
 def test_labels_that_are_the_same_for_every_input_are_said() -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from normswap.exporting.exported_file import ExportedFile
     from normswap.images.datasets import Loader
-    from normswap.surgery.departure import Departure
+    from normswap.proof.where import Departure
 
 KEYS = (
     "directory, against, passed, enough (of it is kept), trained (it is of a training run, so no"
@@ -196,7 +196,7 @@ def _compare_compiled(
     Returns:
         A record for each output and gradient, and the first layer that departs, or None.
     """
-    from normswap.surgery import compiling
+    from normswap.proof import compiling
     from normswap.surgery.network import Network
 
     network = Network(result)

@@ -23,7 +23,7 @@ from support.small_transformers import small
 
 import normswap
 from normswap import schemes
-from normswap.surgery import compiling
+from normswap.proof import compiling
 from normswap.surgery.network import Network
 
 

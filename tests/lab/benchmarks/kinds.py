@@ -28,7 +28,8 @@ from torch import Tensor
 from normswap.errors import NormswapError
 from normswap.graph import inspection
 from normswap.models import calling
-from normswap.surgery import conversion, held_out
+from normswap.proof import held_out
+from normswap.surgery import conversion
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ FACTORS = ("tests/folding/test_channel_factors.py",)
 EXACT = ("tests/schemes/test_exact_schemes.py",)
 PAPERS = ("tests/schemes/test_paper_constants.py",)
 REGRESSION = ("tests/calibration/test_least_squares.py",)
-WRONG = ("tests/surgery/test_wrong_results.py",)
-COMPARED = ("tests/surgery/test_comparison.py",)
+WRONG = ("tests/proof/test_wrong_results.py",)
+COMPARED = ("tests/proof/test_comparison.py",)
 WRITTEN = ("tests/storage/test_atomic_write.py",)
 STORED = ("tests/storage/test_checkpoint.py", "tests/storage/test_broken_records.py")
 WEIGHTS = ("tests/models/test_weight_files.py",)
@@ -225,64 +226,59 @@ ALGEBRA = (
     ),
 )
 PROOF = (
-    Planted("every comparison passes", "surgery.comparison:_passes", answers(True), WRONG),
+    Planted(
+        "every comparison passes",
+        "proof.verdict:judge",
+        answers(SimpleNamespace(passed=True, reason=None)),
+        WRONG,
+    ),
     Planted(
         "a source may answer otherwise each time",
-        "surgery.comparison:_require_repeatable",
+        "proof.comparison:_require_repeatable",
         NOTHING,
         ("tests/surgery/test_no_network.py",),
     ),
     Planted(
         "a source in half precision is taken as exact",
-        "surgery.comparison:_rounding",
+        "proof.allowance:cost_of_half",
         answers(0.0),
         COMPARED + WRONG,
     ),
     Planted(
         "any source strays without end",
-        "surgery.comparison:_allowance",
+        "proof.comparison:_Comparison._own_change",
         answers(float("inf")),
         WRONG + COMPARED,
     ),
-    Planted("nothing is compared in float64", "surgery.comparison:compare_double", NOTHING, WRONG),
+    Planted("nothing is compared in float64", "proof.doubles:compare_double", NOTHING, WRONG),
+    Planted("no value is ever off", "proof.distance:Distance.relative_l2", answers(0.0), WRONG),
     Planted(
-        "the output that differs least decides",
-        "surgery.comparison:worst",
-        lambda f: (
-            lambda precision, x, a, b, **how: f(
-                precision, x, a, a if a.keys() == b.keys() else b, **how
-            )
-        ),
+        "outputs are taken to show errors, whatever they are",
+        "proof.comparison:_Comparison._outputs_show_errors",
+        answers(True),
+        ("tests/proof/test_planted_results.py",),
+    ),
+    Planted("a proof always says something", "proof.comparison:_remarks", answers([]), COMPARED),
+    Planted(
+        "answers always agree",
+        "proof.distance:OutputDistances.least_agreement",
+        answers((1.0, "")),
         WRONG,
     ),
-    Planted("a proof always says something", "surgery.comparison:_remarks", answers([]), COMPARED),
-    Planted(
-        "answers always agree", "surgery.comparison:least_agreement", answers((1.0, "")), WRONG
-    ),
-    Planted(
-        "a result that failed is handed out", "surgery.comparison:require_passed", NOTHING, WRONG
-    ),
+    Planted("a result that failed is handed out", "proof.verdict:require_passed", NOTHING, WRONG),
     Planted(
         "float64 is float32",
-        "surgery.running:outputs_double",
+        "proof.running:outputs_double",
         gives(lambda outputs: {name: value.float().double() for name, value in outputs.items()}),
         WRONG,
     ),
     Planted("any two networks agree", "images.accuracy:agreement", answers(1.0), WRONG),
+    Planted("files agree with their source", "proof.distance:Agreement.share", answers(1.0), WRONG),
     Planted(
-        "files agree with their source",
-        "exporting.checks:_AnswerSums.agreement",
-        answers(1.0),
+        "files may be off by anything",
+        "exporting.checks:_Compared._allowed",
+        answers(float("inf")),
         WRONG,
-    ),
-    Planted(
-        "files are no distance from their source",
-        "exporting.checks:Distance.relative",
-        answers(0.0),
-        WRONG,
-    ),
-    Planted(
-        "files may be off by anything", "exporting.checks:_allowed", answers(float("inf")), WRONG
     ),
 )
 STORAGE = (

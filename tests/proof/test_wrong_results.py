@@ -29,8 +29,10 @@ from normswap.layers.folded import Folded
 from normswap.models import calling
 from normswap.models.calling import Example
 from normswap.plan import Arch, Step
+from normswap.proof import doubles, held_out, running
+from normswap.proof.distance import between
 from normswap.provenance import Provenance
-from normswap.surgery import applying, comparison, held_out, running
+from normswap.surgery import applying
 from normswap.surgery.network import Network
 
 SIZE = (3, 33, 33)
@@ -236,7 +238,7 @@ def test_where_parts_say_something_else_the_whole_decides(kind: Callable[[], nn.
 
     off = {"": torch.full((1, 2 if kind is Looking else 4), 1.0, dtype=torch.float64)}
     for by in (parts, lambda example: None, lambda example: off):
-        precise = comparison.compare_double(Network(model, x), whole, by)
+        precise = doubles.compare_double(Network(model, x), whole, by)
         assert precise is not None
         assert precise.error.relative_l2 < 1e-14
     assert len(made) >= 2
@@ -391,9 +393,9 @@ def test_agreement_is_the_share_of_equal_answers() -> None:
     found = checks.check(reference_of(Scores()), other, [(x, labels)], dtype="int8")
     assert (found.agreement, found.source_top1, found.top1, found.count) == (0.75, 50.0, 75.0, 4)
     assert agreement(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 1, 2, 3])) == 0.75
-    assert comparison.agreements({"": torch.eye(3)}, {"": torch.eye(4)[:3]}, None) == {}, (
-        "answers of other classes"
-    )
+    rows = Example((torch.eye(3),))
+    unlike = between(rows, {"": torch.eye(3)}, {"": torch.eye(4)[:3]}, precision="float32")
+    assert unlike.agreement is None, "answers of other classes"
 
     class Other(Scores):
         def forward(self, x: Tensor) -> Tensor:

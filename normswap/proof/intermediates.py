@@ -6,13 +6,14 @@ from torch import Tensor, nn
 from normswap.errors import first_line
 from normswap.models.calling import named_tensors
 from normswap.models.modes import callers_dtype, undisturbed
-from normswap.surgery.network import Network
+from normswap.proof.distance import distance
+from normswap.proof.running import Source
 
 # Features that differ by more of their size are other features.
 _OTHERWISE = 1e-3
 
 
-def note(source: Network, result: nn.Module) -> str:
+def note(source: Source, result: nn.Module) -> str:
     """Return a sentence where `forward_intermediates` of an exact result gives other features.
 
     It is empty where the features are the source's, or where the source has no such method. Only
@@ -35,7 +36,8 @@ def note(source: Network, result: nn.Module) -> str:
     except Exception as error:
         return f"forward_intermediates does not run on the result any more: {first_line(error)}"
 
-    shares = [_share(*pair) for pair in zip(expected, features, strict=False)]
+    pairs = zip(expected, features, strict=False)
+    shares = [distance(*pair).relative_l2 for pair in pairs]
     off = [i for i, share in enumerate(shares) if not share <= _OTHERWISE]
     if not off and len(features) == len(expected):
         return ""
@@ -53,11 +55,3 @@ def _features(model: nn.Module, images: Tensor) -> list[Tensor]:
     with undisturbed(model), callers_dtype():
         features = model.forward_intermediates(images.clone(), intermediates_only=True)  # type: ignore[operator]
     return [tensor for _, tensor in named_tensors(features)]
-
-
-def _share(expected: Tensor, feature: Tensor) -> float:
-    """How far a feature is off, as a share of its size."""
-    if expected.shape != feature.shape:
-        return float("inf")
-    difference = (expected.double() - feature.double()).norm()
-    return float(difference / expected.double().norm().clamp_min(1e-30))

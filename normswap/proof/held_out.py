@@ -1,8 +1,9 @@
 """Held-out images: every fourth of the user's, on which source and result are compared."""
 
 import hashlib
-from collections import defaultdict
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,13 +11,68 @@ from torch import nn
 from normswap.calibration.checked_batches import parts
 from normswap.graph.anatomy import Anatomy
 from normswap.models.calling import Example
-from normswap.surgery import comparison, running
-from normswap.surgery.report import Kept
+from normswap.proof import running
+from normswap.proof.distance import OutputDistances
 
 # Every fourth image is held out, and at most so many stay in memory.
 EVERY = 4
 MOST = 512
 TOO_FEW = "too few calibration images to hold out every fourth and measure on it: give 25 or more"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How well the answers of source and result agree on held-out images, without labels.
+
+    Args:
+        agreement: The share of images, or of places in maps, with the same argmax. None where the
+            outputs have no argmax.
+        relative_l2: The distance |result - source| / |source| at the outputs.
+        count: The number of images.
+        answer: The output that the argmax is taken of. Of several outputs it is the one that agrees
+            least, with the agreement of the others.
+        axis: The axis of the argmax. None where outputs have names.
+    """
+
+    agreement: float | None
+    relative_l2: float
+    count: int
+    answer: str = ""
+    axis: int | None = None
+
+    @property
+    def least(self) -> float | None:
+        """The least agreement with 97.5 % confidence.
+
+        Source: Wilson 1927, as Brown et al. 2001, equation 4. Places of one image go together: for
+        maps the bound is too high.
+        """
+        if self.agreement is None:
+            return None
+        z = 1.96
+        n = self.count
+        p = self.agreement
+        middle = p + z * z / (2 * n)
+        spread = z * (p * (1 - p) / n + (z / (2 * n)) ** 2) ** 0.5
+        return float((middle - spread) / (1 + z * z / n))
+
+    @property
+    def least_percent(self) -> int | None:
+        """The least agreement in whole percent, rounded down, so that it stays a bound."""
+        return None if self.least is None else math.floor(100 * self.least)
+
+    def __str__(self) -> str:
+        images = f"{self.count} held-out images"
+        distance = f"relative L2 {self.relative_l2:.1e}"
+        if self.agreement is None or self.least is None:
+            return f"{distance} on {images}"
+        sure = f"97.5 % sure: at least {self.least_percent} %"
+        # A classifier's scores, on axis 1, need no word.
+        answer = f", {self.answer}" * bool(self.answer and self.axis != 1)
+        return (
+            f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{answer}),"
+            f" {distance}"
+        )
 
 
 class HeldOutSplit:
@@ -106,36 +162,15 @@ def measured(
     Raises:
         VerificationError: One of the networks does not run.
     """
-    off = size = 0.0
-    count = 0
-    axis = None
-    same = defaultdict[str, float](float)
-
-    compared = defaultdict[str, int](int)
+    distances = OutputDistances("", exact=False, anatomy=anatomy)
     for example in held:
         pair = running.both(source, result, example.like(source))
         assert pair is not None, "there is no second size"
-
         (before, _), (after, _) = pair
-        error = comparison.worst("", example.images, before, after, exact=False)
-        floats = [
-            value.double().nan_to_num(0.0, 0.0, 0.0)
-            for value in before.values()
-            if value.is_floating_point()
-        ]
-        squares = sum(float(value.square().sum()) for value in floats) or example.count
-        off = off + squares * error.relative_l2**2
-        size = size + squares
-        count = count + example.count
-        axis = comparison.class_axes(before, anatomy).get("")
+        distances.add(example, before, after)
 
-        for answer, share in comparison.agreements(before, after, anatomy).items():
-            same[answer] += share * example.count
-            compared[answer] += example.count
-
-    if not count:
+    if not distances.count:
         return None
-
-    shares = {answer: same[answer] / count for answer in same if compared[answer] == count}
-    agreement, answers = comparison.least_agreement(shares)
-    return Kept(agreement, (off / size) ** 0.5, count, answers, axis)
+    agreement, answer = distances.least_agreement()
+    relative_l2 = distances.error().relative_l2
+    return Kept(agreement, relative_l2, distances.count, answer, distances.axis)

@@ -17,10 +17,11 @@ from normswap.graph.recorder import Widening
 from normswap.layers.seeding import seeded
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import full_precision, hooked
-from normswap.surgery import comparison, departure, running
-from normswap.surgery.departure import Departure
-from normswap.surgery.network import Network
-from normswap.surgery.running import Outputs
+from normswap.proof import allowance, running
+from normswap.proof.allowance import Allowance
+from normswap.proof.distance import Outputs, between
+from normswap.proof.running import Source
+from normswap.proof.where import Departure, first_layer_apart
 
 _GRADIENT_TOLERANCE = 1e-4
 # Times eager mode's own distance from float64: the gradient of a BatchNorm's beta was off by seven
@@ -51,7 +52,7 @@ class Deviation:
 
 
 @full_precision()
-def compare(network: Network, example: Example) -> list[Deviation]:
+def compare(network: Source, example: Example) -> list[Deviation]:
     """Run copies of a network compiled and in eager mode, and return what departs most.
 
     Outputs are compared in eval mode. Gradients are those of a fixed random combination of all
@@ -100,10 +101,16 @@ def compare(network: Network, example: Example) -> list[Deviation]:
                 _gradients(to_double(network.module), double_example) if gradients else {}
             )
     departures = _departures(
-        "output", outputs, compiled_outputs, double_outputs, comparison.FLOAT32_TOLERANCE, 0.0
+        example, "output", outputs, compiled_outputs, double_outputs, allowance.FLOAT32_BASE, 0.0
     )
     steps = _departures(
-        "gradient of", gradients, compiled_gradients, double_gradients, _GRADIENT_TOLERANCE, _LEAST
+        example,
+        "gradient of",
+        gradients,
+        compiled_gradients,
+        double_gradients,
+        _GRADIENT_TOLERANCE,
+        _LEAST,
     )
     return [
         max(each, key=lambda error: error.relative_l2 / error.allowed)
@@ -114,7 +121,7 @@ def compare(network: Network, example: Example) -> list[Deviation]:
 
 @full_precision()
 def first_compiled_layer_apart(
-    network: Network, example: Example, deviations: Iterable[Deviation]
+    network: Source, example: Example, deviations: Iterable[Deviation]
 ) -> Departure | None:
     """Return the first layer whose output departs under torch.compile, or None.
 
@@ -141,7 +148,7 @@ def first_compiled_layer_apart(
     hooks = [module.register_forward_hook(keep) for module in compiled.modules()]
     with hooked(hooks), config.patch(fallback_random=True):
         running.run(compiled, example)
-    return departure.first_layer_apart(duplicate(network.module, {}), example, values, max(allowed))
+    return first_layer_apart(duplicate(network.module, {}), example, values, max(allowed))
 
 
 def _gradients(model: nn.Module, example: Example) -> Outputs:
@@ -167,22 +174,25 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
 
 
 def _departures(
-    kind: str, eager: Outputs, compiled: Outputs, double: Outputs, tolerance: float, least: float
+    example: Example,
+    kind: str,
+    eager: Outputs,
+    compiled: Outputs,
+    double: Outputs,
+    tolerance: float,
+    least: float,
 ) -> list[Deviation]:
     sizes = {name: float(tensor.double().norm()) for name, tensor in eager.items()}
     whole = sum(size * size for size in sizes.values()) ** 0.5
 
     def apart(name: str, a: Outputs, b: Outputs) -> float:
         first, second = ({name: t[name]} if name in t else {} for t in (a, b))
-        return comparison.worst("", eager[name], first, second).relative_l2
+        return between(example, first, second, precision="").relative_l2
 
-    departures = []
+    departures: list[Deviation] = []
     for name, size in sizes.items():
-        own = apart(name, double, eager)
-        allowed = max(
-            tolerance, least * whole / (size or 1.0), _STRAYING * own * (own < float("inf"))
-        )
-        departures.append(
-            Deviation(f"{kind} {name}".strip(), apart(name, eager, compiled), allowed)
-        )
+        base = max(tolerance, least * whole / (size or 1.0))
+        allowed = Allowance("", base, apart(name, double, eager), _STRAYING)
+        off = apart(name, eager, compiled)
+        departures.append(Deviation(f"{kind} {name}".strip(), off, allowed.most))
     return departures

@@ -15,7 +15,7 @@ from normswap.errors import VerificationError
 from normswap.graph import recording
 from normswap.layers.dynamic_tanh import DynamicTanh
 from normswap.models.calling import Example
-from normswap.surgery import compiling, departure
+from normswap.proof import compiling, where
 from normswap.surgery.network import Network
 
 
@@ -177,6 +177,6 @@ def test_the_layer_is_named(faulty: str, fused: tuple[str, ...]) -> None:
         other, example, lambda name, value: values.update({name: copy.deepcopy(value)})
     )
     results = [value for name, value in values.items() if name not in fused]
-    apart = departure.first_layer_apart(network, example, results, 1e-6)
+    apart = where.first_layer_apart(network, example, results, 1e-6)
 
     assert (apart and apart.site) == next(iter(faulty.split()), None)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from normswap.errors import VerificationError
-from normswap.surgery import comparison
+from normswap.proof import comparison
+from normswap.proof.distance import distance
+from normswap.proof.verdict import Report
 from normswap.surgery.network import Network
-from normswap.surgery.report import Report
+from normswap.surgery.verification import verify
 
 INFINITE = float("inf")
 X = torch.randn(2, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -31,7 +33,7 @@ class Gives(nn.Module):
 def compared(
     one: Callable[[Tensor], Any], other: Callable[[Tensor], Any], exact: bool = False
 ) -> Report:
-    return comparison.verify(Gives(one), Gives(other), X, exact=exact)
+    return verify(Gives(one), Gives(other), X, exact=exact)
 
 
 def rows(count: int) -> Callable[[Tensor], dict[str, Tensor]]:
@@ -100,7 +102,7 @@ def test_a_size_that_the_source_does_not_take_is_left_out_and_those_behind_it_ar
         return x
 
     inputs = [torch.ones(1, 3, side, side, dtype=torch.float64) for side in (4, 5, 6)]
-    report = comparison.verify(Gives(picky), Gives(lambda x: x), inputs, exact=False)
+    report = verify(Gives(picky), Gives(lambda x: x), inputs, exact=False)
     assert [error.size[-1] for error in report.logits] == [4, 6]
 
 
@@ -112,7 +114,7 @@ def test_a_source_that_fails_on_other_images_of_one_size_is_an_error() -> None:
 
     dark = torch.zeros(1, 3, 4, 4, dtype=torch.float64)
     with pytest.raises(VerificationError, match="the source does not run on"):
-        comparison.verify(Gives(bright_only), Gives(lambda x: x), [dark + 1, dark])
+        verify(Gives(bright_only), Gives(lambda x: x), [dark + 1, dark])
 
 
 class Block(nn.Module):
@@ -148,6 +150,6 @@ def test_branches_that_do_nothing_are_said(share: float, said: list[str]) -> Non
 
 
 def test_an_answer_of_zeros_points_nowhere() -> None:
-    x = torch.ones(1, 3)
-    error = comparison._error("logits", "float32", x, torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2))
-    assert error.relative_l2 == 1.0
+    nothing = torch.zeros(1, 2)
+
+    assert distance(torch.tensor([[1.0, 2.0]]), nothing).relative_l2 == 1.0

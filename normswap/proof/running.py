@@ -2,44 +2,110 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from normswap.copying import to_double, tree
 from normswap.errors import VerificationError, explained, first_line
+from normswap.graph.anatomy import Anatomy
 from normswap.graph.recorder import Widening
 from normswap.models import calling, network_input
 from normswap.models.calling import Example, form, named_tensors
 from normswap.models.modes import callers_dtype, hooked, undisturbed, with_heads
-from normswap.surgery.applying import Replacements
+from normswap.models.network_input import runs
+from normswap.proof.distance import Outputs
 
-Outputs = dict[str, Tensor]
+# For a module of a result, the function that builds it anew in float64.
+Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 # An image alone gives what it gives in its batch, up to this share: half precision rounds.
 _NEAR = 0.02
 
 
+class Source(Protocol):
+    """What a comparison asks of the network that a result is compared with (`surgery.Network`)."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def has_double(self) -> bool: ...
+    @property
+    def anatomy(self) -> Anatomy: ...
+    @property
+    def calls(self) -> list[Example]: ...
+    @property
+    def examples(self) -> list[Example]: ...
+    @property
+    def short_example(self) -> Example: ...
+    @property
+    def described(self) -> str: ...
+
+
 @torch.no_grad()
 def run(
-    model: nn.Module, example: Example, paths: Sequence[str] = (), *, heads: bool = False
+    model: nn.Module,
+    example: Example,
+    paths: Sequence[str] = (),
+    *,
+    entrances: Sequence[str] = (),
+    heads: bool = False,
 ) -> tuple[Outputs, Outputs]:
-    """The network's outputs by name, and the outputs of the modules at `paths`.
+    """Run a network in eval mode, and return what it gives, outside and inside.
 
-    With `heads`, auxiliary heads run as in training (`modes.with_heads`).
+    Args:
+        model: The network.
+        example: The call.
+        paths: The modules whose outputs are returned, too.
+        entrances: The modules whose inputs are returned, too, as `entrance(path)`.
+        heads: Whether auxiliary heads run as in training (`modes.with_heads`).
+
+    Returns:
+        The network's outputs by name, and the values inside by path.
     """
-    outputs_at_paths: Outputs = {}
+    values: Outputs = {}
 
     def keep(path: str, _module: nn.Module, _args: object, output: object) -> None:
         if isinstance(output, Tensor):
             # An in-place activation would overwrite it.
-            outputs_at_paths[path] = output.clone()
+            values[path] = output.clone()
+
+    def keep_input(path: str, _module: nn.Module, args: tuple[object, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            values[entrance(path)] = args[0].clone()
 
     present = tree(model)
-    watched = [path for path in dict.fromkeys(paths) if path in present]
-    handles = (present[path].register_forward_hook(partial(keep, path)) for path in watched)
+    handles = [
+        present[path].register_forward_hook(partial(keep, path))
+        for path in dict.fromkeys(paths)
+        if path in present
+    ]
+    handles += [
+        present[path].register_forward_pre_hook(partial(keep_input, path))
+        for path in dict.fromkeys(entrances)
+        if path in present
+    ]
     with hooked(handles), with_heads(model) if heads else undisturbed(model), callers_dtype():
         output = example.map(torch.clone).call(model)
-    return {name: dense(tensor) for name, tensor in named_tensors(output)}, outputs_at_paths
+    return outputs_of(output), values
+
+
+def entrance(path: str) -> str:
+    """Return the name of a module's input among the values of a run."""
+    return f"the input of {path}"
+
+
+def outputs_of(output: object) -> Outputs:
+    """Return the tensors in what a network gives, and its plain numbers as tensors, by name."""
+    outputs = {name: dense(tensor) for name, tensor in named_tensors(output)}
+    for name, number in calling.named_numbers(output):
+        exact = torch.float64 if isinstance(number, float) else None
+        outputs[name] = torch.tensor(number, dtype=exact)
+    return outputs
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -82,7 +148,7 @@ def both(
 
 
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
-    """The outputs in float64: by parts, or of a copy.
+    """Return the outputs in float64: by parts, or of a copy.
 
     A copy is made where a forward reads another module's tensors.
     """
@@ -212,16 +278,6 @@ def noise(
         ]
 
     raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
-
-
-def runs(model: nn.Module, example: Example) -> bool:
-    """Whether the network runs on the example."""
-    # A user's forward may raise anything.
-    try:
-        run(model, example)
-    except Exception:
-        return False
-    return True
 
 
 def runs_on_one(model: nn.Module, example: Example) -> bool:

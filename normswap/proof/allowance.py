@@ -1,0 +1,211 @@
+"""How large an error is explained by rounding: what is allowed in each precision, and why.
+
+Exact conversions must agree to a relative L2 error of 1e-5 in float32, and of 1e-12 in float64,
+where a correct fold is off by 1e-14 and a wrong eps by 1e-4. A network may enlarge rounding errors
+from layer to layer. Then it is allowed a few times what rounding alone changes in the source: its
+input, or its weights, changed in the last digit; or in half precision itself against float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normswap.copying import duplicate, to_double
+from normswap.models.calling import Example
+from normswap.proof.distance import Error, Outputs, between
+from normswap.proof.running import outputs_double, run
+
+FLOAT32_BASE = 1e-5
+FLOAT64_BASE = 1e-12
+# In float64 never more than this is allowed, however the network enlarges rounding.
+FLOAT64_CAP = 1e-8
+# Where the network does not run in float64, which would decide, never more than this in float32.
+_FLOAT32_CAP = 1e-4
+# Of a block never more than this.
+_BLOCK_CAP = 0.05
+# Times what the last digit changes, in float32 and in float64.
+STRAYING = 4
+_CONDITION = 32
+# Three times what half precision costs the source is allowed: ten networks under eight schemes were
+# off by up to 2.1.
+ROUNDING = 3
+# Where half precision moves more of the output than this share, it proves little.
+_COARSE = 0.1
+# An allowance of so much of a value's size lets anything pass.
+_PROVES_NOTHING = 0.5
+# Inputs, different in the last digit, that are run where one says too little about rounding.
+_MOVED = 8
+# Of fewer outputs one error may be several times their mean, so the largest counts.
+_FEW = 8
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The largest relative L2 error that passes in one precision.
+
+    Args:
+        precision: The precision, such as "float32".
+        base: What is allowed in any network.
+        own_change: How far rounding alone moves the source's values. It is infinite where even
+            their shapes change.
+        factor: How many times the own change is allowed.
+        cap: The most that is allowed, however far rounding moves the values.
+        how: How the own change was measured, as the end of a sentence.
+    """
+
+    precision: str
+    base: float
+    own_change: float = 0.0
+    factor: float = 1.0
+    cap: float = math.inf
+    how: str = ""
+
+    @property
+    def most(self) -> float:
+        """The largest error that passes."""
+        if math.isinf(self.own_change):
+            return self.base
+        return max(self.base, min(self.cap, self.factor * self.own_change))
+
+    @property
+    def proves_nothing(self) -> bool:
+        """Whether anything would pass."""
+        return self.most >= _PROVES_NOTHING
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether the precision, which is half, moves so much of the output that little is seen."""
+        return is_half(self.precision) and _COARSE < self.own_change < math.inf
+
+    def __str__(self) -> str:
+        if self.most == self.base:
+            return f"{self.most:.0e}"
+        return f"{self.most:.0e}, {self.factor:g} times {self.how}"
+
+
+def is_half(precision: str) -> bool:
+    """Whether a number of that precision has 16 bits."""
+    return torch.finfo(getattr(torch, precision)).bits == 16
+
+
+def base_of(precision: str) -> float:
+    """Return the error that is allowed in any network."""
+    if precision == "float64":
+        return FLOAT64_BASE
+    if is_half(precision):
+        return torch.finfo(getattr(torch, precision)).eps
+    return FLOAT32_BASE
+
+
+def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> Allowance:
+    """Return what is allowed at the outputs.
+
+    Args:
+        precision: The precision that both networks run in.
+        own_change: How far rounding alone moves the source's outputs.
+        decides: Whether this precision decides, as the network does not run in float64.
+    """
+    base = base_of(precision)
+    last_digit = "what the last digit of its input or weights changes in the source"
+    if precision == "float64":
+        return Allowance(precision, base, own_change, _CONDITION, FLOAT64_CAP, last_digit)
+    if is_half(precision):
+        how = f"what {precision} costs the source, against float64"
+        return Allowance(precision, base, own_change, ROUNDING, how=how)
+    cap = _FLOAT32_CAP if decides else math.inf
+    return Allowance(precision, base, own_change, STRAYING, cap, last_digit)
+
+
+def of_block(precision: str, own_change: float, *, by_double: bool) -> Allowance:
+    """Return what is allowed at the output of a residual block.
+
+    Args:
+        precision: The precision that both networks run in.
+        own_change: How far rounding alone moves the block's output in the source.
+        by_double: Whether that is the distance to float64, and not to a change of the last digit.
+    """
+    factor = float(STRAYING if precision == "float32" else _CONDITION)
+    if by_double:
+        factor = float(ROUNDING)
+    return Allowance(precision, base_of(precision), own_change, factor, _BLOCK_CAP)
+
+
+def apart(precision: str, example: Example, outputs: Outputs, others: Outputs) -> float:
+    """Return the relative L2 between two runs of the source on a call.
+
+    It is infinite where shapes differ, and 0 where values are not finite.
+    """
+    difference = between(example, outputs, others, precision=precision).relative_l2
+    alike = outputs.keys() == others.keys() and all(
+        outputs[name].shape == others[name].shape for name in outputs
+    )
+    if alike and math.isinf(difference):
+        return 0.0
+    return difference
+
+
+def in_the_last_digit(example: Example) -> Example:
+    """Return the example with every number changed in its last digit."""
+    return example.map_floats(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps))
+
+
+@torch.no_grad()
+def with_other_digits(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Return a copy of a network in a dtype, every parameter changed in its last digit."""
+    changed = to_double(model) if dtype == torch.float64 else duplicate(model, {})
+    generator = torch.Generator().manual_seed(0)
+    for parameter in changed.parameters():
+        if parameter.is_floating_point():
+            signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + 4 * torch.finfo(dtype).eps * signs.to(parameter))
+    return changed
+
+
+def cost_of_half(
+    model: nn.Module,
+    example: Example,
+    outputs: Outputs,
+    error: Error,
+    *,
+    has_double: bool,
+    seed: int,
+) -> float:
+    """Return the relative L2 between the source's outputs in half precision and in float64.
+
+    Where a result errs by more than this allows, other inputs are measured too, which differ from
+    these in the last digit: the rounding of a few numbers may be small by chance.
+
+    Args:
+        model: The source.
+        example: The call.
+        outputs: What the source gives for it.
+        error: The error of the result.
+        has_double: Whether the source has a float64 copy.
+        seed: The seed of the changes in the last digit.
+    """
+    precision = error.precision
+    wide = outputs
+    if has_double:
+        wide = outputs_double(model, example.map_floats(Tensor.double))
+    off = apart(precision, example, wide, outputs)
+    if error.relative_l2 <= ROUNDING * off or math.isinf(error.relative_l2):
+        return off
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(tensor: Tensor) -> Tensor:
+        signs = 2 * torch.randint(2, tensor.shape, generator=generator).to(tensor) - 1
+        return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
+
+    again: list[float] = []
+    for _ in range(_MOVED):
+        others, _ = run(model, example.map_floats(moved))
+        again.append(apart(precision, example, wide, others))
+
+    if sum(value.numel() for value in outputs.values()) < _FEW:
+        return max(off, *again)
+    return max(off, math.sqrt(sum(value * value for value in again) / _MOVED))

@@ -1,0 +1,666 @@
+"""PROVE: run source and result on the same inputs, and measure by how much they differ, and where.
+
+Each output is measured by itself, and the worst counts. So is each residual block, as a network may
+hide at its outputs what is wrong inside. What is allowed says `allowance`. Where a layer's class is
+neither torch's nor timm's, the same must hold at ten times the input's scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from normswap.copying import to_double
+from normswap.errors import NormswapError, VerificationError
+from normswap.graph.anatomy import Anatomy, Block
+from normswap.graph.recorder import Widening
+from normswap.graph.tracing import Traced, inputs as inputs_of
+from normswap.models.calling import Example
+from normswap.models.modes import full_precision
+from normswap.models.network_input import runs
+from normswap.proof import allowance
+from normswap.proof.distance import Error, Outputs, between, distance
+from normswap.proof.doubles import Precise
+from normswap.proof.running import Source, both, entrance, run
+from normswap.proof.verdict import Judgement, Measured, Reason, Report, judge
+
+_AMPLIFIES = Reason(
+    "in float64, too, changing the last digit of its input changes the source's output by more"
+    " than 1e-10",
+    "Its weights amplify rounding too much",
+)
+_NOT_FINITE = Reason(
+    "the network itself gives NaN or infinite numbers",
+    "Its weights are too large, or it needs other inputs: `inputs=`",
+)
+# How the name of a value that enters a layer begins.
+_ENTRANCE = entrance("")
+_EMPTY = Reason("the outputs are empty: no number was compared")
+_SAME_LABELS = "every input gives the same labels, so this check says little"
+_CONSTANT = Reason("every input gives the same numbers: nothing was compared")
+# Where two runs of the source differ by this share of a result's error, the source is not
+# repeatable.
+_OF_ERROR = 0.1
+_KNOWN_CLASSES = ("torch.", "timm.", "torchvision.", "normswap.")
+# A clamp at the end of a format's range changes nothing at the scale of noise or images, but at
+# this multiple.
+_LARGER = 10
+# An input or a branch that changes the output by a smaller share is worth a remark.
+_HARDLY = 1e-4
+# A value that moves by less than so many times what is allowed would not show a mistake.
+_VISIBLE = 10
+
+
+@full_precision()
+def compare(
+    source: Source,
+    result: nn.Module,
+    *,
+    exact: bool = True,
+    precise: Precise | None = None,
+    traced: bool = True,
+    keeps_blocks: bool = True,
+) -> Report:
+    """Run both networks in eval mode, on what the source is called with, and compare them.
+
+    Args:
+        source: The source, with its inputs.
+        result: The network that is compared with it.
+        exact: Whether the result claims to compute the source's function.
+        precise: The comparison in float64, on the beginning of the first batch (`compare_double`).
+        traced: Whether errors are measured at every block of the source, too, and branches checked
+            for life.
+        keeps_blocks: Whether an exact result claims the values at every block, too. Otherwise
+            blocks are measured, but not judged (a stream without its mean).
+
+    Raises:
+        VerificationError: One of them does not run, or the source differs from run to run.
+    """
+    calls = source.examples if traced else source.calls
+    comparison = _Comparison(
+        source=source,
+        result=result,
+        exact=exact,
+        precise=precise,
+        anatomy=source.anatomy if traced else None,
+        keeps_blocks=keeps_blocks,
+    )
+    for example in calls:
+        comparison.add(example, calls[0])
+
+    report = comparison.report()
+    _require_repeatable(source.module, calls[0], report)
+    return report
+
+
+@dataclass
+class _Comparison:
+    """Two networks, and what was measured of them so far.
+
+    Args:
+        source: The source, and what it is called with.
+        result: The network that is compared with it.
+        exact: Whether the result claims to compute what the source computes.
+        precise: The comparison in float64, if there is one.
+        anatomy: The source's recorded graph, if blocks are compared.
+        keeps_blocks: Whether the result claims the values at every block.
+        outputs: The errors at the outputs, by precision and input size.
+        sites: The errors at the blocks.
+        inside: The errors that are judged beside those of the outputs: at blocks, last layers and
+            labels.
+        remarks: What the user should know of the measurement.
+        blind: Why nothing is proved where no value that was compared would have shown a mistake.
+        shows_errors: Whether a mistake would be seen at the outputs.
+        is_finite: Whether the source's outputs are finite.
+        has_same_types: Whether the outputs have the source's dtypes.
+        own_change: How far the source's outputs move by its own rounding.
+    """
+
+    source: Source
+    result: nn.Module
+    exact: bool
+    precise: Precise | None
+    anatomy: Anatomy | None
+    keeps_blocks: bool
+    outputs: list[Error] = field(default_factory=list)
+    sites: list[Error] = field(default_factory=list)
+    inside: list[Measured] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    blind: Reason = _CONSTANT
+    shows_errors: bool = True
+    is_finite: bool = True
+    has_same_types: bool = True
+    own_change: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.precision = str(self.source.dtype).removeprefix("torch.")
+        self.double_error = None if self.precise is None else self.precise.error
+        self.blocks: tuple[Block, ...] = ()
+        if self.anatomy is not None:
+            modules = self.anatomy.traced.modules
+            self.blocks = tuple(b for b in self.anatomy.blocks if b.path and b.path in modules)
+
+        # An approximate result may find another number of boxes, and has no distance in float64.
+        error = self.double_error
+        if error is not None and (self.exact or not math.isinf(error.relative_l2)):
+            self.outputs.append(error)
+
+    def add(self, example: Example, first: Example) -> None:
+        """Run both networks on a call, and measure how far their values are apart.
+
+        Args:
+            example: The call.
+            first: The first of all calls, at which blocks are compared, too.
+        """
+        network = self.source.module
+        paths = [block.path for block in self.blocks]
+        tails = [block.tail for block in self.blocks if block.tail]
+        pair = both(network, self.result, example, paths, tails, first)
+        if pair is None:
+            return
+
+        (outputs, values), (others, other_values) = pair
+        self.is_finite &= _is_finite(outputs)
+        self.has_same_types &= _have_the_same_types(outputs, others)
+        error = between(
+            example,
+            outputs,
+            others,
+            precision=self.precision,
+            exact=self.exact,
+            anatomy=self.anatomy,
+        )
+        self.outputs.append(error)
+        self.own_change = max(self.own_change, self._own_change(example, outputs, error))
+        if example is not first:
+            return
+
+        self._add_heads(example)
+        self._add_change_of_double(example, outputs)
+        for path in paths:
+            if path in values and path in other_values:
+                self.sites.append(self._error_at(path, example, values, other_values))
+        self.remarks += _remarks(outputs, values, self.blocks)
+        self._judge_inside(example, outputs, others)
+
+    def _error_at(self, site: str, example: Example, values: Outputs, others: Outputs) -> Error:
+        """The error of one value inside."""
+        measured = distance(values[site], others[site])
+        return measured.error(site, self.precision, example.images.shape)
+
+    def _own_change(self, example: Example, outputs: Outputs, error: Error) -> float:
+        """How far its own rounding moves the source's outputs.
+
+        It is 0 where the error needs no allowance, or has no bound.
+        """
+        module = self.source.module
+        is_half = allowance.is_half(error.precision)
+        if is_half and self.exact:
+            return allowance.cost_of_half(
+                module,
+                example,
+                outputs,
+                error,
+                has_double=self.source.has_double,
+                seed=self.source.seed,
+            )
+
+        # Where the error is within the base anyway, the source need not run once more.
+        is_decided = error.precision != "float64" and self.precise is None
+        if is_half or is_decided or error.relative_l2 <= allowance.base_of(error.precision):
+            return 0.0
+        again, _ = run(module, allowance.in_the_last_digit(example))
+        return allowance.apart(error.precision, example, outputs, again)
+
+    def _add_heads(self, example: Example) -> None:
+        """Measure the outputs of a detector's heads, before it chooses boxes."""
+        if self.anatomy is None or not self.anatomy.traced.heads:
+            return
+        heads, _ = run(self.source.module, example, heads=True)
+        other_heads, _ = run(self.result, example, heads=True)
+        self.outputs.append(between(example, heads, other_heads, precision=self.precision))
+
+    def _add_change_of_double(self, example: Example, outputs: Outputs) -> None:
+        """Allow for how far the source in its own precision is from its values in float64."""
+        if self.precise is None or not self.precise.reference:
+            return
+        reference = self.precise.reference
+        alone = _alone(self.source.module, example, outputs, reference)
+        change = allowance.apart(self.precision, example, reference, alone)
+        self.own_change = max(self.own_change, change)
+
+    def _judge_inside(self, example: Example, outputs: Outputs, others: Outputs) -> None:
+        """Judge blocks, last layers and labels; outputs that show no error are proved by these."""
+        nothing = _nothing_to_compare(outputs)
+        self.blind = nothing or _CONSTANT
+        if not self.exact:
+            self.shows_errors = nothing is None
+            if nothing is not None:
+                self.remarks.insert(0, nothing.why)
+            return
+
+        self.shows_errors = self._outputs_show_errors(example, outputs)
+        errors = self.sites if self.keeps_blocks else []
+        if not self.shows_errors:
+            errors = self._errors_that_show(example, outputs)
+        self.inside += self._measured(example, errors)
+        self.sites += [error for error in errors if error not in self.sites]
+        if self.double_error is None:
+            self.inside += self._measured_labels(example, outputs, others)
+
+    def _outputs_show_errors(self, example: Example, outputs: Outputs) -> bool:
+        """Whether some output is of numbers, not of labels, and moves visibly with the input."""
+        numbers = {
+            name: value
+            for name, value in outputs.items()
+            if value.numel() and (value.is_floating_point() or value.is_complex())
+        }
+        if not numbers:
+            return False
+
+        finest = "float64" if self.double_error is not None else self.precision
+        least = allowance.base_of(finest)
+        if not allowance.is_half(finest):
+            least *= _VISIBLE
+        for value in numbers.values():
+            of_samples = value.ndim and len(value) == example.count > 1
+            if of_samples and distance(value, value[:1].expand_as(value)).relative_l2 > least:
+                return True
+
+        changed = _changed(example)
+        if not runs(self.source.module, changed):
+            # It cannot be asked; a network that takes one input only is judged by its outputs.
+            return True
+        moved, _ = run(self.source.module, changed)
+        return any(
+            name in moved and distance(value, moved[name]).relative_l2 > least
+            for name, value in numbers.items()
+        )
+
+    def _errors_that_show(self, example: Example, outputs: Outputs) -> list[Error]:
+        """Return the errors inside of values that change with the input.
+
+        These are at blocks, if the result keeps them, at what the last layers give, and, where the
+        outputs are constant, at what enters the last layers.
+        """
+        if not any(value.numel() for value in outputs.values()):
+            return []
+        network = self.source.module
+        try:
+            anatomy = self.source.anatomy
+        except NormswapError as error:
+            self.blind = Reason(f"the outputs show no error, and no layer is seen: {error.what}")
+            return []
+
+        blocks: list[str] = []
+        if self.keeps_blocks:
+            modules = anatomy.traced.modules
+            blocks = [block.path for block in anatomy.blocks if block.path in modules]
+        last = _last_layers(anatomy.traced)
+        are_labels = any(not value.is_floating_point() for value in outputs.values())
+        paths = list(dict.fromkeys([*blocks, *last]))
+        entrances = [] if are_labels else last
+
+        values = run(network, example, paths, entrances=entrances)[1]
+        others = run(self.result, example, paths, entrances=entrances)[1]
+        changed = _changed(example)
+        moved: Outputs = {}
+        if runs(network, changed):
+            moved = run(network, changed, paths, entrances=entrances)[1]
+
+        errors: list[Error] = []
+        for site in [*paths, *map(entrance, entrances)]:
+            is_there = site in values and site in others
+            if is_there and not _is_the_same(values[site], moved.get(site)):
+                errors.append(self._error_at(site, example, values, others))
+        if errors:
+            if _SAME_LABELS in self.remarks:
+                self.remarks.remove(_SAME_LABELS)
+            self.remarks.insert(0, _proved_inside(errors, blocks, are_labels=are_labels))
+        return errors
+
+    def _measured(self, example: Example, errors: Sequence[Error]) -> list[Measured]:
+        """Return errors inside with what is allowed at each.
+
+        Where the base does not do, a value is held to what the last digit of input and weights
+        changes in it, or in half precision to what rounding costs it.
+        """
+        base = allowance.base_of(self.precision)
+        off = [error.site for error in errors if not error.relative_l2 <= base]
+        if not off:
+            return [Measured(error, base) for error in errors]
+
+        module = self.source.module
+        entrances = [path for path in _last_layers_of(self.source) if entrance(path) in off]
+
+        def inside(model: nn.Module, call: Example) -> Outputs:
+            return run(model, call, off, entrances=entrances)[1]
+
+        values = inside(module, example)
+        others: list[Outputs] = []
+        by_double = allowance.is_half(self.precision) and self.source.has_double
+        if by_double:
+            # The forward is the user's: it may not run in float64.
+            with Widening(), suppress(Exception):
+                others.append(inside(to_double(module), example.map_floats(Tensor.double)))
+        if not others:
+            others.append(inside(module, allowance.in_the_last_digit(example)))
+            changed = allowance.with_other_digits(module, self.source.dtype)
+            others.append(inside(changed, example))
+
+        measured: list[Measured] = []
+        for error in errors:
+            changes = [
+                distance(values[error.site], other[error.site]).relative_l2
+                for other in others
+                if error.site in other and error.site in values
+            ]
+            change = max(changes, default=0.0)
+            allowed = allowance.of_block(self.precision, change, by_double=by_double)
+            doubt = None
+            if error.site.startswith(_ENTRANCE):
+                # A norm before the classifier may have moved into it, as exported files have it.
+                doubt = Reason(f"the outputs are constant, and {error.site} differs")
+            measured.append(Measured(error, allowed.most, doubt=doubt))
+        return measured
+
+    def _measured_labels(
+        self, example: Example, outputs: Outputs, others: Outputs
+    ) -> list[Measured]:
+        """Return how many labels differ, held to how many differ for the source's last digit."""
+        measured: list[Measured] = []
+        for name, value in outputs.items():
+            if value.is_floating_point() or value.is_complex() or name not in others:
+                continue
+            error = self._error_at(name, example, outputs, others)
+            allowed = 0.0
+            if error.relative_l2:
+                strayed = allowance.with_other_digits(self.source.module, self.source.dtype)
+                again = (
+                    run(self.source.module, allowance.in_the_last_digit(example))[0],
+                    run(strayed, example)[0],
+                )
+                changes = [distance(value, each[name]).relative_l2 for each in again]
+                allowed = allowance.STRAYING * max(changes)
+            measured.append(Measured(error, allowed, shows_errors=False))
+        return measured
+
+    def report(self) -> Report:
+        """Return the measurements and the verdict, which is made from all of them."""
+        precise = self.precise
+        allowances = [
+            allowance.of_outputs("float64", precise.own_change if precise else 0.0),
+            allowance.of_outputs(
+                self.precision,
+                self.own_change,
+                decides=precise is not None and precise.error is None,
+            ),
+        ]
+        # A network in float64 has one precision, its own.
+        allowed = {each.precision: each for each in allowances}
+        self._remark_on_precision(allowed[self.precision])
+
+        judgement = self._judgement(allowed)
+        reason = judgement.reason or Reason("", "")
+        return Report(
+            exact=self.exact,
+            passed=judgement.passed,
+            inputs=self.source.described,
+            logits=tuple(self.outputs),
+            sites=tuple(self.sites),
+            tolerance={each.precision: each.most for each in allowed.values()},
+            remarks=tuple(self.remarks),
+            unproved=reason.why,
+            remedy=reason.remedy,
+            allowances={each.precision: str(each) for each in allowed.values()},
+        )
+
+    def _remark_on_precision(self, own: allowance.Allowance) -> None:
+        """Say where a precision proves little, and leave out errors that rounding decides."""
+        precise = self.precise
+        if precise is not None and math.isinf(self.own_change):
+            # The number of boxes that the source itself finds depends on the last digit.
+            self.remarks.append(
+                f"in {self.precision} the outputs change their shape when the input changes in its"
+                " last digit"
+            )
+            # Without float64 nothing decides, so the errors stay.
+            doubles = [error for error in self.outputs if error.precision == "float64"]
+            self.outputs = doubles or self.outputs
+        elif own.is_coarse:
+            share = f"{self.own_change:.0%}"
+            self.remarks.append(
+                f"{self.precision} alone moves the source's output by {share} of its size"
+            )
+
+        if precise is not None and precise.impossible:
+            self.remarks.append(
+                f"proved in {self.precision} only: the network does not run in float64"
+                f" ({precise.impossible})"
+            )
+        if precise is not None and precise.hangs_on:
+            self.remarks.append(precise.hangs_on)
+
+    def _judgement(self, allowed: dict[str, allowance.Allowance]) -> Judgement:
+        """Judge all errors that were measured."""
+        if not self.is_finite:
+            return Judgement(False, _NOT_FINITE)
+        if not self.exact:
+            return self._judgement_of_approximate()
+
+        own = allowed[self.precision]
+        shows_errors = self.shows_errors
+        if self.double_error is None and own.proves_nothing:
+            # Float64 does not decide, and what decides lets anything pass.
+            shows_errors = False
+            self.blind = Reason(
+                f"rounding in {self.precision} moves the output by as much as an error would"
+            )
+        doubt = self._doubt(allowed["float64"])
+        measured = [
+            Measured(error, allowed[error.precision].most, shows_errors, doubt)
+            for error in self.outputs
+        ]
+        judgement = judge([*measured, *self.inside], self.blind)
+
+        if judgement.passed and not self.has_same_types:
+            self.remarks.append("the outputs have other dtypes than the source's")
+            return Judgement(False)
+        is_foreign = self.anatomy is None or _has_foreign_layers(self.anatomy)
+        if judgement.passed and is_foreign and (larger := self._error_of_larger(own.most)):
+            self.outputs.append(larger)
+            return Judgement(False)
+        return judgement
+
+    def _judgement_of_approximate(self) -> Judgement:
+        """Judge a result that claims nothing: its numbers are finite, and there are some."""
+        if not all(math.isfinite(error.relative_l2) for error in self.outputs):
+            return Judgement(False)
+        if not self.shows_errors and not self.sites:
+            return Judgement(False, self.blind)
+        return Judgement(True)
+
+    def _doubt(self, in_double: allowance.Allowance) -> Reason | None:
+        """Return why an error at the outputs need not be the result's, or None."""
+        if self.precise is not None and self.precise.hangs_on:
+            remedy = "Give other inputs, or convert the backbone by itself"
+            return Reason(self.precise.hangs_on, remedy)
+        if in_double.most >= allowance.FLOAT64_CAP:
+            return _AMPLIFIES
+        return None
+
+    def _error_of_larger(self, allowed: float) -> Error | None:
+        """Return the error for ten times the first image, if it is finite and above `allowed`."""
+        network = self.source.module
+        larger = self.source.calls[0].first(1).map_floats(lambda t: _LARGER * t)
+        # A user's forward may refuse numbers of this size.
+        try:
+            outputs, _ = run(network, larger)
+        except Exception:
+            return None
+        if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
+            return None
+
+        others, _ = run(self.result, larger)
+        error = between(larger, outputs, others, precision=self.precision)
+        if error.relative_l2 > allowed:
+            own_change = self._own_change(larger, outputs, error)
+            allowed = max(allowed, allowance.of_outputs(self.precision, own_change).most)
+        return error if error.relative_l2 > allowed else None
+
+
+def _proved_inside(errors: Sequence[Error], blocks: Sequence[str], *, are_labels: bool) -> str:
+    """Return the sentence that a report says of values inside which are compared."""
+    at_blocks = sum(error.site in blocks for error in errors)
+    where = f"{at_blocks} blocks" if at_blocks else "the last layers"
+    return f"proved at {where}; the outputs are {'labels' if are_labels else 'constant'}"
+
+
+def _last_layers_of(source: Source) -> list[str]:
+    """The paths of a network's last layers; none where its forward cannot be seen."""
+    try:
+        return _last_layers(source.anatomy.traced)
+    except NormswapError:
+        return []
+
+
+def _last_layers(traced: Traced) -> list[str]:
+    """The paths of the layers after which only functions come before the outputs."""
+    found: list[str] = []
+    ahead = list(inputs_of(traced.nodes[-1]))
+
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if node.op == "call_module":
+            found.append(str(node.target))
+            continue
+        fresh = [other for other in inputs_of(node) if other not in seen]
+        seen.update(fresh)
+        ahead += fresh
+
+    return found
+
+
+def _changed(example: Example) -> Example:
+    """The example with other values: in a mirror, and floating-point ones smaller."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        return 0.7 * tensor.flip(-1) if tensor.is_floating_point() else tensor.flip(-1)
+
+    return example.map(change)
+
+
+def _is_the_same(value: Tensor, other: Tensor | None) -> bool:
+    """Whether both hold the same numbers."""
+    return other is not None and value.shape == other.shape and bool((value == other).all())
+
+
+def _is_finite(outputs: Outputs) -> bool:
+    """Whether all numbers are finite, or -inf for classes that are masked out."""
+    for value in outputs.values():
+        if not value.is_floating_point() or not value.numel():
+            continue
+        if bool((torch.isnan(value) | (value == math.inf)).any()):
+            return False
+        if not bool(torch.isfinite(value).any()):
+            return False
+    return True
+
+
+def _have_the_same_types(outputs: Outputs, others: Outputs) -> bool:
+    """Whether outputs of the same name have the same dtype."""
+    common = outputs.keys() & others.keys()
+    return all(outputs[name].dtype == others[name].dtype for name in common)
+
+
+def _has_foreign_layers(anatomy: Anatomy) -> bool:
+    """Whether forward calls a layer that is neither torch's nor timm's, or has its own forward."""
+    layers = [
+        module
+        for node in anatomy.traced.nodes
+        if (module := anatomy.traced.module(node)) is not None
+    ]
+    return any(
+        not type(m).__module__.startswith(_KNOWN_CLASSES) or "forward" in vars(m) for m in layers
+    )
+
+
+def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
+    """The first image's outputs in the shapes of `like`.
+
+    The source runs again where its forward squeezes outputs.
+    """
+    if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
+        return run(source, example.first(1))[0]
+    return {
+        name: value[: len(like[name])] if name in like and value.ndim else value
+        for name, value in outputs.items()
+    }
+
+
+def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
+    """Raise VerificationError where the source itself gives another answer on each run."""
+    if report.passed or not report.exact:
+        return
+
+    worst_error = report.worst
+    once, again = (run(source, example)[0] for _ in range(2))
+    between_runs = allowance.apart(worst_error.precision, example, once, again)
+    if between_runs > _OF_ERROR * worst_error.relative_l2:
+        raise VerificationError(
+            "the source gives another answer each time that it runs on the same input",
+            "so no result of it can be proved",
+            "Make what is random, or what is kept from the call before, stand still in eval mode",
+        )
+
+
+def _nothing_to_compare(outputs: Outputs) -> Reason | None:
+    """Why equal outputs say nothing: there are none, or every input gives the same numbers."""
+    values = [value for value in outputs.values() if value.numel()]
+    if not values:
+        return _EMPTY
+    if all(value.is_floating_point() for value in values) and _is_constant(values):
+        return _CONSTANT
+    return None
+
+
+def _is_constant(values: Sequence[Tensor]) -> bool:
+    """Whether each of several inputs gives the same."""
+    return all(
+        value.ndim and len(value) > 1 and bool((value == value[:1]).all()) for value in values
+    )
+
+
+def _remarks(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
+    """Return the sentences that a reader must know: what hardly moves proves little."""
+    unseen: list[str] = []
+    is_blind = _nothing_to_compare(outputs) is not None
+    if not is_blind and _is_constant([value for value in outputs.values() if value.numel()]):
+        unseen.append(_SAME_LABELS)
+
+    floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
+    if not is_blind and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
+        logits = torch.cat([value.flatten(1) for value in floats], 1)
+        moves = float((logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30))
+        if not moves > _HARDLY:
+            unseen.append(
+                f"the input moves the output by {moves:.0e} of its size only, so this check says"
+                " little"
+            )
+
+    for block in blocks:
+        if block.tail in inside and block.path in inside:
+            share = float(inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30))
+            if not share > _HARDLY:
+                size = f"the residual branch is {share:.0e} of the block's output"
+                unseen.append(f"{block.path}: {size}, so this check says nothing about it")
+
+    return unseen

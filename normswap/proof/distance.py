@@ -1,0 +1,374 @@
+"""How far the values of a result are from those of its source, summed over batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from normswap.graph.anatomy import Anatomy
+from normswap.models.calling import Example
+
+Outputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a result is from its reference: at the logits, or at the output of the module `site`.
+
+    Args:
+        site: The path of the module at whose output it was measured, or "logits".
+        precision: The precision that both networks ran in.
+        size: The size of the input.
+        relative_l2: The distance |a - b| / |a|. Of labels, masks and counts it is the share of
+            entries that differ.
+        largest: The largest difference, max |a - b| / max |a|.
+        agreement: The fraction of inputs, or of places in maps, with the same argmax. It is None
+            unless it is an error at logits of more than one class.
+        output: The name of the worst output, where there are several.
+        answer: The output that the argmax is taken of, as in `Kept`.
+        axis: The axis of the argmax, as in `Kept`.
+    """
+
+    site: str
+    precision: str
+    size: tuple[int, ...]
+    relative_l2: float
+    largest: float
+    agreement: float | None = None
+    output: str = ""
+    answer: str = ""
+    axis: int | None = None
+
+
+class Distance:
+    """How far one value of a result is from the source's, summed over batches.
+
+    Attributes:
+        is_comparable: Whether all values had the source's shapes, and finite numbers. -inf stands
+            for a class that is masked out, if it is there in both.
+        are_labels: Whether the values are labels, masks or counts, which are equal or not.
+        peak: The largest absolute value of the source.
+    """
+
+    def __init__(self) -> None:
+        self.is_comparable = True
+        self.are_labels = False
+        self.peak = 0.0
+        self._entries = 0
+        self._unequal = 0
+        self._frequencies: dict[int, int] = {}
+        self._scale: Tensor | None = None
+        self._size = 0.0
+        self._other_size = 0.0
+        self._off = 0.0
+        self._most = 0.0
+
+    def add(self, expected: Tensor, values: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            expected: The source's value.
+            values: The result's value, of the same shape.
+        """
+        if expected.shape != values.shape or expected.is_complex() != values.is_complex():
+            self.is_comparable = False
+        elif not expected.numel():
+            return
+        elif expected.is_floating_point() or expected.is_complex():
+            self._add_numbers(_numbers(expected), _numbers(values))
+        else:
+            self._add_labels(expected, values)
+
+    def add_nothing(self, expected: Tensor) -> None:
+        """Add a batch that the result gives nothing comparable for: an error of 1."""
+        if not expected.numel():
+            self._add_numbers(torch.zeros(1).double(), torch.ones(1).double())
+        elif expected.is_floating_point() or expected.is_complex():
+            self.add(expected, torch.zeros_like(expected))
+        else:
+            self.add(expected, expected.logical_not())
+
+    def _add_labels(self, expected: Tensor, values: Tensor) -> None:
+        """Count the entries, those that differ, and how often each label occurs."""
+        self.are_labels = True
+        self._entries += expected.numel()
+        self._unequal += int((expected != values).sum())
+        labels, counts = expected.unique(return_counts=True)
+        for label, count in zip(labels.tolist(), counts.tolist(), strict=True):
+            self._frequencies[label] = self._frequencies.get(label, 0) + count
+
+    def _add_numbers(self, expected: Tensor, values: Tensor) -> None:
+        """Add the squares of numbers in one dimension, in float64."""
+        masked = (expected == values) & (expected == -math.inf)
+        if bool(masked.any()) and not bool(masked.all()):
+            # Scores of classes that are masked out are -inf in both outputs.
+            expected = expected[~masked]
+            values = values[~masked]
+
+        # The squares of numbers below 1e-154 are zero in float64, so all are divided by a power of
+        # two, that of the first batch, which rounds nothing.
+        if self._scale is None:
+            peak = expected.abs().max().nan_to_num(1.0, 1.0, 1.0)
+            exponent = torch.frexp(peak).exponent.clamp(-1000, 1000)
+            self._scale = torch.pow(2.0, -exponent.double())
+        expected = expected * self._scale
+        values = values * self._scale
+        difference = expected - values
+        numbers = (
+            expected.norm(),
+            values.norm(),
+            difference.norm(),
+            difference.abs().max(),
+            expected.abs().max(),
+            values.abs().max(),
+        )
+
+        # The numbers are stacked, so that a device is waited for once.
+        size, other_size, off, most, peak, other_peak = torch.stack(numbers).tolist()
+        self.is_comparable &= math.isfinite(peak) and math.isfinite(other_peak)
+        self._size = math.hypot(self._size, size)
+        self._other_size = math.hypot(self._other_size, other_size)
+        self._off = math.hypot(self._off, off)
+        self._most = max(self._most, most)
+        self.peak = max(self.peak, peak)
+
+    @property
+    def relative_l2(self) -> float:
+        """The distance |a - b| / |a|, or the share of unequal labels; infinite if incomparable.
+
+        Of a source that is exactly zero it is |b|.
+        """
+        if not self.is_comparable:
+            return math.inf
+        if self.are_labels:
+            return self._unequal / max(self._entries, 1)
+        if not self._size:
+            return self._other_size
+        return self._off / self._size
+
+    @property
+    def largest(self) -> float:
+        """The largest difference, max |a - b| / max |a|; of labels the share of unequal ones."""
+        if not self.is_comparable or self.are_labels or not self._size:
+            return self.relative_l2
+        return self._most / self.peak
+
+    @property
+    def of_guesses(self) -> float:
+        """The share of labels that guesses with the same frequencies get wrong."""
+        squares = sum((count / self._entries) ** 2 for count in self._frequencies.values())
+        return 1.0 - squares
+
+    def error(self, site: str, precision: str, size: Sequence[int]) -> Error:
+        """Return the distance as the error at a site, for inputs of a size."""
+        error = Error(site, precision, tuple(size), self.relative_l2, self.largest)
+        if self.are_labels and self.is_comparable:
+            return replace(error, agreement=1.0 - self.relative_l2)
+        return error
+
+
+def distance(expected: Tensor, values: Tensor) -> Distance:
+    """Return how far one tensor is from another."""
+    measured = Distance()
+    measured.add(expected, values)
+    return measured
+
+
+def _numbers(value: Tensor) -> Tensor:
+    """All numbers of a tensor in one dimension, in float64.
+
+    A complex number is two: its real and its imaginary part.
+    """
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value.double().flatten()
+
+
+@dataclass
+class Agreement:
+    """How often two networks give the same argmax, summed over batches.
+
+    Args:
+        answer: The name of the output, and the axis that the argmax is taken of.
+        unit: The name of one argmax's place: images, pixels, voxels ...
+        places: The number of argmaxes that were compared: one for each image, or for each place of
+            a map.
+        same: The number of them that are the same.
+        samples: The number of samples that they belong to.
+    """
+
+    answer: str
+    unit: str = "images"
+    places: int = 0
+    same: int = 0
+    samples: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.same / self.places
+
+
+def _unit(scores: Tensor) -> str:
+    """Return the word for the places of scores: (N, classes) of images, or (N, classes, ...)."""
+    return {2: "images", 4: "pixels", 5: "voxels"}.get(scores.ndim, "places")
+
+
+class OutputDistances:
+    """How far a result's outputs are from its source's, by name, summed over batches.
+
+    Args:
+        precision: The precision that both networks run in.
+        exact: Whether the result claims the source's function. If it does not, it may give another
+            number of rows, such as other boxes: an error of 1.
+        anatomy: The source's anatomy, which tells scores of classes from waves and features. None
+            where it cannot be had.
+    """
+
+    def __init__(
+        self, precision: str, *, exact: bool = True, anatomy: Anatomy | None = None
+    ) -> None:
+        self.precision = precision
+        self.exact = exact
+        self.anatomy = anatomy
+        self.by_output: dict[str, Distance] = {}
+        self.agreements: dict[str, Agreement] = {}
+        self.count = 0
+        self.axes: dict[str, int] = {}
+        self._size: tuple[int, ...] = ()
+        self._are_named_alike = True
+
+    def add(self, example: Example, outputs: Outputs, others: Outputs) -> None:
+        """Add a batch.
+
+        Args:
+            example: The call, whose images' size errors state.
+            outputs: The source's outputs by name.
+            others: The result's outputs by name.
+        """
+        self._size = self._size or tuple(example.images.shape)
+        self.count += example.count
+        if not outputs or outputs.keys() != others.keys():
+            self._are_named_alike = False
+            return
+
+        alike = all(outputs[name].shape == others[name].shape for name in outputs)
+        if not alike and not self.exact and _differ_in_rows(outputs, others):
+            for name, expected in outputs.items():
+                self.by_output.setdefault(name, Distance()).add_nothing(expected)
+            return
+
+        for name, expected in outputs.items():
+            self.by_output.setdefault(name, Distance()).add(expected, others[name])
+        self._add_agreements(example.count, outputs, others)
+
+    def _add_agreements(self, count: int, outputs: Outputs, others: Outputs) -> None:
+        """Count the equal argmaxes of outputs that are scores of classes."""
+        self.axes = class_axes(outputs, self.anatomy)
+        for name, axis in self.axes.items():
+            expected = outputs[name]
+            if not self.by_output[name].is_comparable:
+                continue
+
+            same = expected.argmax(axis) == others[name].argmax(axis)
+            answer = f"the largest of {expected.shape[axis]} on axis {axis}"
+            if name:
+                answer += f" of {name}"
+            agreement = self.agreements.setdefault(name, Agreement(answer, _unit(expected)))
+            agreement.places += same.numel()
+            agreement.same += int(same.sum())
+            agreement.samples += count
+
+    @property
+    def axis(self) -> int | None:
+        """The axis of the classes, in the last batch, of a network with one output."""
+        return self.axes.get("")
+
+    @property
+    def worst_name(self) -> str:
+        """The name of the output that differs most; empty where none was compared."""
+        return max(self.by_output, key=lambda name: self.by_output[name].relative_l2, default="")
+
+    def error(self) -> Error:
+        """The error of the output that differs most, with the least agreement."""
+        agreement, answer = self.least_agreement()
+        if not self._are_named_alike or not self.by_output:
+            return Error("logits", self.precision, self._size, math.inf, math.inf)
+
+        name = self.worst_name
+        error = self.by_output[name].error("logits", self.precision, self._size)
+        error = replace(error, output=name)
+        if agreement is None:
+            return error
+        return replace(error, agreement=agreement, answer=answer, axis=self.axis)
+
+    def least_agreement(self) -> tuple[float | None, str]:
+        """The least share of equal argmaxes, and what it is taken of with the other shares.
+
+        An output counts if it was scores of classes in every batch.
+        """
+        whole = [each for each in self.agreements.values() if each.samples == self.count]
+        if not whole:
+            return None, ""
+        least = min(whole, key=lambda each: each.share)
+        others = [f"{each.share:.1%} by {each.answer}" for each in whole if each is not least]
+        return least.share, "; ".join([least.answer, *others])
+
+
+def between(
+    example: Example,
+    outputs: Outputs,
+    others: Outputs,
+    *,
+    precision: str,
+    exact: bool = True,
+    anatomy: Anatomy | None = None,
+) -> Error:
+    """Return how far a result's outputs are from its source's on one call.
+
+    Args:
+        example: The call.
+        outputs: The source's outputs by name.
+        others: The result's outputs by name.
+        precision: The precision that both ran in.
+        exact: As in `OutputDistances`.
+        anatomy: As in `OutputDistances`.
+    """
+    distances = OutputDistances(precision, exact=exact, anatomy=anatomy)
+    distances.add(example, outputs, others)
+    return distances.error()
+
+
+def _differ_in_rows(outputs: Outputs, others: Outputs) -> bool:
+    """Whether finite outputs have the same shapes but for their first dimension."""
+    alike = all(outputs[name].shape[1:] == others[name].shape[1:] for name in outputs)
+    return alike and all(bool(torch.isfinite(value).all()) for value in others.values())
+
+
+def class_axes(outputs: Mapping[str, Tensor], anatomy: Anatomy | None) -> dict[str, int]:
+    """The axis of classes of each output that is scores.
+
+    Scores have as many channels as a last linear layer gives. Features have none, nor series, whose
+    places are no channels, nor maps of several sizes, as of a pyramid.
+    """
+    scores = {
+        name: value
+        for name, value in outputs.items()
+        if value.is_floating_point() and value.ndim > 1
+    }
+    widths = frozenset[int]() if anatomy is None else anatomy.widths
+    if anatomy is not None and anatomy.features:
+        return {}
+
+    sides = {value.shape[2:] for value in scores.values() if value.ndim > 3}
+    axes: dict[str, int] = {}
+    for name, value in scores.items():
+        is_row = value.ndim == 2 and not widths
+        fits = [axis for axis in (1, value.ndim - 1) if value.shape[axis] in widths or is_row]
+        if fits and value.shape[fits[0]] > 1 and (value.ndim < 4 or len(sides) == 1):
+            axes[name] = fits[0]
+
+    return axes

@@ -1,0 +1,131 @@
+"""The comparison in float64, where rounding hides no mistake.
+
+Networks are compared on the first image, or on a small batch as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from normswap.copying import to_double
+from normswap.errors import first_line
+from normswap.graph.recorder import Widening
+from normswap.models.calling import Example
+from normswap.proof import allowance
+from normswap.proof.distance import Error, Outputs, between
+from normswap.proof.running import Source, outputs_double, run
+
+# A change of the output by more than this, for the last digit in float64, is another choice.
+_CHOICE = 1e-6
+
+
+@dataclass(frozen=True)
+class Precise:
+    """A comparison in float64.
+
+    Args:
+        error: How far the result is off in float64. None where the network does not run in it.
+        reference: The source's outputs in float64.
+        own_change: How far the source's outputs move when the input, or the weights, change in
+            their last digit.
+        hangs_on: The cause of a large `own_change`, for reports.
+        impossible: Why the network does not run in float64. Empty where it does.
+    """
+
+    error: Error | None
+    reference: Outputs
+    own_change: float = 0.0
+    hangs_on: str = ""
+    impossible: str = ""
+
+
+def _by_no_parts(_example: Example) -> Outputs | None:
+    return None
+
+
+def compare_double(
+    source: Source,
+    make: Callable[[], nn.Module],
+    parts: Callable[[Example], Outputs | None] = _by_no_parts,
+) -> Precise | None:
+    """Compare source and result in float64, on the first image or on a small batch as it is.
+
+    None where the network is in float64 already, or its device has no float64 (MPS).
+
+    Args:
+        source: The source.
+        make: Returns the result in float64, never rounded to less.
+        parts: Returns the result's outputs on an example in float64 at less cost, or None. Where
+            these differ from the source's, the network of `make` decides. By default it returns
+            None.
+    """
+    if not source.has_double:
+        return None
+
+    whole = source.examples[0]
+    short = source.short_example
+    why = ""
+    for example in (short,) if short is whole else (short, whole):
+        # The forward is the user's: it may ask for one dtype, or for its number of images.
+        try:
+            reference = outputs_double(source.module, example.map_floats(Tensor.double))
+        except Exception as error:
+            why = why or first_line(error)
+            continue
+        return _against(source, example.map_floats(Tensor.double), reference, make, parts)
+
+    return Precise(None, {}, impossible=why)
+
+
+def _against(
+    source: Source,
+    example: Example,
+    reference: Outputs,
+    make: Callable[[], nn.Module],
+    parts: Callable[[Example], Outputs | None],
+) -> Precise:
+    """Compare the result with the source's outputs in float64, `reference`."""
+
+    def error_of(expected: Outputs, outputs: Outputs) -> Error:
+        return between(example, expected, outputs, precision="float64", anatomy=source.anatomy)
+
+    error = error_of(reference, parts(example) or {})
+    if not error.relative_l2 <= allowance.FLOAT64_BASE:
+        result = make()
+        with Widening():
+            outputs, _ = run(result, example)
+        error = error_of(reference, outputs)
+
+        # A GPU's kernels may round float64 to less: weight_norm's has a float32 root. Then the CPU
+        # decides.
+        if error.relative_l2 > allowance.FLOAT64_BASE and example.images.device.type != "cpu":
+            on_cpu = example.on(torch.device("cpu"))
+            expected = outputs_double(to_double(source.module).cpu(), on_cpu)
+            error = error_of(expected, outputs_double(to_double(result).cpu(), on_cpu))
+
+    if error.relative_l2 <= allowance.FLOAT64_BASE:
+        return Precise(error, reference)
+
+    own_change, hangs_on = _own_change(source.module, example, reference)
+    return Precise(error, reference, own_change, hangs_on)
+
+
+def _own_change(source: nn.Module, example: Example, reference: Outputs) -> tuple[float, str]:
+    """Return how far the last digit moves the source in float64; and what that hangs on."""
+    by_input = outputs_double(source, allowance.in_the_last_digit(example))
+    by_weights = outputs_double(allowance.with_other_digits(source), example)
+    input_change = allowance.apart("float64", example, reference, by_input)
+    weight_change = allowance.apart("float64", example, reference, by_weights)
+
+    hangs_on = ""
+    # Rounding grows by a factor of 1e8 in no network that can be trained: a choice fell otherwise.
+    if weight_change > _CHOICE and input_change < _CHOICE:
+        hangs_on = (
+            "changing the last digit of its weights in float64 changes the source's output by"
+            f" {weight_change:.0%} of its size: the order of nearly equal scores, or a tie, decides"
+        )
+    return max(input_change, weight_change), hangs_on

@@ -1,0 +1,210 @@
+"""The verdict of a comparison: PROVED, NOT PROVED, WRONG or MEASURED, and what it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from normswap.errors import VerificationError, WrongResultError, spelled
+from normswap.proof.distance import Error
+from normswap.proof.held_out import Kept
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why nothing is proved, and what helps.
+
+    Args:
+        why: What kept an error from being seen, as a sentence without a full stop.
+        remedy: What to do.
+        of_source: Whether the source itself is at fault, and no result of it can be proved.
+    """
+
+    why: str
+    remedy: str = "Give inputs that it has an answer to: `inputs=`"
+    of_source: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An error, and what its verdict needs.
+
+    Args:
+        error: The error.
+        allowed: The largest relative L2 that passes.
+        shows_errors: Whether the value changes with the input, so that a mistake would be seen.
+        doubt: Why an error that is too large need not be a mistake of the result, or None.
+    """
+
+    error: Error
+    allowed: float
+    shows_errors: bool = True
+    doubt: Reason | None = None
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the error passes; NaN does not."""
+        return self.error.relative_l2 <= self.allowed
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Whether a result that claims to be exact passes; if not, why nothing is proved, or None."""
+
+    passed: bool
+    reason: Reason | None = None
+
+
+def judge(measured: Sequence[Measured], blind: Reason) -> Judgement:
+    """Judge a result that claims to be exact, by all errors that were measured and nothing else.
+
+    It is wrong where an error is too large and cannot be doubted. It is proved where all errors
+    are within what is allowed, and one of the values would have shown a mistake.
+
+    Args:
+        measured: Every error that was measured, at outputs and inside.
+        blind: Why nothing is proved where no value that was compared changes with the input.
+    """
+    too_large = [each for each in measured if not each.is_within]
+    doubts = [each.doubt for each in too_large if each.doubt is not None]
+    if too_large:
+        return Judgement(False, doubts[0] if len(doubts) == len(too_large) else None)
+    if not any(each.shows_errors for each in measured):
+        return Judgement(False, blind)
+    return Judgement(True)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The measurements, and the verdict.
+
+    Args:
+        exact: Whether the conversion claims to keep the function.
+        passed: Whether the result is good. An exact one must keep the function within tolerance, an
+            approximate one must give finite numbers.
+        inputs: The name of the inputs that the networks were run on.
+        logits: The errors at the logits, one for each precision and input size.
+        sites: The errors at the residual blocks' outputs, in float32.
+        tolerance: The largest relative L2 error that is allowed, by precision.
+        remarks: Sentences that a reader must know: a branch, or the input, hardly moves the output,
+            or the proof is at blocks, or in one precision only.
+        kept: The agreement of an approximate result with its source on the user's held-out images.
+        unmeasured: Why there is no such agreement, although there were images.
+        unproved: Why nothing that was compared could have shown an error. Empty otherwise.
+        remedy: What helps where nothing is proved. Empty otherwise.
+        allowances: How each tolerance came about, by precision.
+    """
+
+    exact: bool
+    passed: bool
+    inputs: str
+    logits: tuple[Error, ...]
+    sites: tuple[Error, ...] = ()
+    tolerance: dict[str, float] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    kept: Kept | None = None
+    unmeasured: str = ""
+    unproved: str = ""
+    remedy: str = ""
+    allowances: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """PROVED, NOT PROVED or WRONG of what claims to be exact; MEASURED of what does not."""
+        return word(exact=self.exact, passed=self.passed, unproved=bool(self.unproved))
+
+    @property
+    def worst(self) -> Error:
+        """The largest relative L2 error at the logits in the network's own precision."""
+        errors = [error for error in self.logits if error.precision != "float64"] or list(
+            self.logits
+        )
+        return max(errors, key=lambda error: error.relative_l2)
+
+
+def word(*, exact: bool, passed: bool, unproved: bool) -> str:
+    """Return the word for a verdict.
+
+    Args:
+        exact: Whether the result claims to compute the source's function.
+        passed: Whether everything that was compared is as it should be, and something could have
+            shown a mistake.
+        unproved: Whether nothing could have shown one.
+    """
+    if passed:
+        return "PROVED" if exact else "MEASURED"
+    return "NOT PROVED" if unproved else "WRONG"
+
+
+def require_passed(report: Report, scheme: str) -> None:
+    """Raise VerificationError where the report of a scheme's result is not good.
+
+    Args:
+        report: The measurements.
+        scheme: The name of the scheme in errors.
+
+    Raises:
+        WrongResultError: The result is wrong. It names the first block that is off.
+        VerificationError: Nothing that was compared could have shown an error.
+    """
+    if report.passed:
+        return
+    if report.unproved:
+        raise VerificationError(
+            f"nothing proves the result of {scheme}", report.unproved, report.remedy
+        )
+    if not report.exact:
+        left_out = spelled("skip", metavar="PATTERN")
+        raise WrongResultError(
+            f"the result of {scheme} gives NaN or infinite numbers",
+            remedy=f"A norm whose gammas are all 0 can be left out: {left_out}",
+        )
+
+    error, place = _error_to_name(report)
+    raise WrongResultError(
+        f"the result of {scheme} is wrong: relative L2 error {error.relative_l2:.1e} at {place}"
+        f" ({error.precision})",
+        f"allowed: {report.allowances[error.precision]}",
+        _remedy_of_wrong(report, error),
+    )
+
+
+def _error_to_name(report: Report) -> tuple[Error, str]:
+    """Return the error that a refusal names, and the place where it was measured.
+
+    It is the worst error at the outputs. Where these are right, or say nothing, it is the first
+    block that is off.
+    """
+    first_site = None
+    for site in report.sites:
+        if not site.relative_l2 <= 10 * report.tolerance[site.precision]:
+            first_site = site
+            break
+
+    if _are_within(report.logits, report.tolerance) and report.sites:
+        site = first_site or max(report.sites, key=lambda error: error.relative_l2)
+        return site, site.site
+
+    worst_error = max(
+        report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision]
+    )
+    if first_site is not None:
+        return worst_error, f"the logits, first at {first_site.site}"
+    return worst_error, "the logits"
+
+
+def _remedy_of_wrong(report: Report, error: Error) -> str:
+    doubles = [error for error in report.logits if error.precision == "float64"]
+    if doubles and not _are_within(doubles, report.tolerance):
+        return "Nothing was written; if the plan was not edited by hand, this is a bug of normswap"
+    if doubles and not _are_within(report.logits, report.tolerance):
+        return (
+            f"Nothing was written. In float64 it is right, so {error.precision} is what differs:"
+            " convert model.double()"
+        )
+    return "Nothing was written"
+
+
+def _are_within(errors: Sequence[Error], tolerance: dict[str, float]) -> bool:
+    """Whether all errors are within what is allowed in their precision."""
+    return all(error.relative_l2 <= tolerance[error.precision] for error in errors)
