@@ -28,7 +28,7 @@ _FEW = 4
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
 # Keys of a record that name what a command has written.
 _WRITTEN = ("output", "url", "file", "files")
-TOO_LITTLE = "FAILED: they agree on less than --min-kept asks"
+TOO_LITTLE = "NOT ENOUGH: they agree on less than --min-kept asks"
 Printed = TypeVar("Printed", Body, Sequence[Body])
 
 
@@ -386,7 +386,7 @@ def print_proof(report: Body) -> None:
             if error["agreement"] is not None:
                 agreement = f"{100 * error['agreement']:.4g} %"
             allowed = small(report["tolerance"].get(error["precision"]))
-            row += [agreement, allowed, "ok" if error["within"] else "FAILED"]
+            row += [agreement, allowed, "ok" if error["within"] else "too far"]
         rows.append(row)
 
     title = "Verification on {}" if is_exact else "Distance from the source on {}"

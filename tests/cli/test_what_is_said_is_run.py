@@ -41,8 +41,8 @@ STARTS = (
 )
 # Nothing is wrong with the network of the demo.
 WARNING = (
-    r"\bwarning|FAILED|WRONG|NOT PROVED|too few|not measured|not what it was|assumed|unverified"
-    r"|\bdead\b"
+    r"\bwarning|too far|NOT ENOUGH|WRONG|NOT PROVED|too few|not measured|not what it was"
+    r"|assumed|unverified|\bdead\b"
 )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import normswap
-from normswap.errors import NormswapError
-from normswap.proof import comparison
+from normswap.errors import NormswapError, VerificationError
+from normswap.exporting import exported_file
+from normswap.exporting.exported_file import ExportedFile
+from normswap.proof import comparison, compiling
 from normswap.surgery.network import Network
 
 SIZE = (3, 12, 12)
@@ -260,3 +263,64 @@ def test_no_random_pair_that_differs_is_proved(
         except NormswapError:
             return
         assert verdict in ("WRONG", "NOT PROVED")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The network with blocks as a file of each format that opens here."""
+    folder = tmp_path_factory.mktemp("files")
+    source = made("with blocks")
+    written: dict[str, Path] = {}
+    for ending in ("pt2", "onnx", "xml"):
+        file = folder / f"model.{ending}"
+        normswap.export(source, file, input_size=SIZE)
+        written[ending] = file
+    return written
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
+@pytest.mark.parametrize("ending", ["pt2", "onnx", "xml"])
+def test_a_planted_fault_is_never_proved_through_a_file(
+    ending: str, fault: Callable[[Net], None], files: dict[str, Path]
+) -> None:
+    exported = ExportedFile.find(str(files[ending]))
+    assert exported is not None
+
+    figures = exported_file.verify(exported, broken(made("with blocks"), fault))
+    right = exported_file.verify(exported, made("with blocks"))
+
+    assert figures.verdict in ("WRONG", "NOT PROVED")
+    assert right.verdict == "PROVED"
+
+
+@pytest.mark.parametrize("ending", ["pt2", "onnx"])
+def test_a_file_that_answers_every_image_alike_is_not_proved(ending: str, tmp_path: Path) -> None:
+    source = made("constant outputs")
+
+    with pytest.raises(VerificationError, match="nothing proves the exported file"):
+        normswap.export(source, tmp_path / f"model.{ending}", input_size=SIZE)
+
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [one_block, a_sign, an_eps], ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_seen_under_torch_compile(
+    fault: Callable[[Net], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled copy alone gets the fault."""
+    source = made("with blocks")
+    images = torch.randn(4, *SIZE, generator=torch.Generator().manual_seed(1))
+    network = Network(source, images)
+    compile_module = nn.Module.compile
+
+    def compile_broken(self: Net, *args: object, **options: object) -> None:
+        with torch.no_grad():
+            fault(self)
+        compile_module(self, *args, **options)
+
+    assert not any(d.relative_l2 > d.allowed for d in compiling.compare(network, network.calls[0]))
+    monkeypatch.setattr(nn.Module, "compile", compile_broken)
+    found = compiling.compare(network, network.calls[0])
+
+    assert any(deviation.relative_l2 > deviation.allowed for deviation in found)

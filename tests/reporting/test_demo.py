@@ -79,4 +79,4 @@ def test_a_disagreement_fails(
     monkeypatch.setattr(checkpoint, "load", off)
     monkeypatch.setattr(demo, "make_loader", functools.partial(demo.make_loader, samples=64))
     assert main(["demo"]) == 1
-    assert "FAILED" in capfd.readouterr().out
+    assert "WRONG" in capfd.readouterr().out

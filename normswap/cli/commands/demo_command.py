@@ -43,5 +43,5 @@ def _print(body: Body) -> None:
 
     verdict = "every figure agrees"
     if not body["passed"]:
-        verdict = "FAILED: the converted networks disagree with the source"
+        verdict = "WRONG: the converted networks disagree with the source"
     say(f"{verdict}; {body['seconds']:.0f} s")

@@ -305,7 +305,7 @@ def _conclusion(body: Body) -> str:
     if body.get("trained"):
         return "TRAINED: how far training has taken it from its source stands above"
     figures = body.get("figures")
-    is_exact = figures["tolerance"] < 1 if figures else body["report"]["exact"]
+    is_exact = (figures or body["report"])["exact"]
     if not is_exact:
         return "MEASURED: it is not exact, and what it keeps stands above"
     return "PROVED"
@@ -313,7 +313,8 @@ def _conclusion(body: Body) -> str:
 
 def _unproved(body: Body) -> str:
     """Return why nothing proves the result, or an empty text."""
-    return str((body.get("report") or {}).get("unproved", ""))
+    measured = body.get("figures") or body.get("report") or {}
+    return str(measured.get("unproved", ""))
 
 
 def _departed(body: Body) -> str:
