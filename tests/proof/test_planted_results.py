@@ -104,8 +104,10 @@ def made(name: str, seed: int = 0) -> Net:
 
 
 def _other_sample(value: Tensor) -> Tensor:
-    """The output with its second sample changed."""
+    """The output with its second sample changed, where there is one."""
     changed = value.clone()
+    if len(value) == 1:
+        return changed
     if value.dtype == torch.bool:
         changed[1, 0] = ~changed[1, 0]
     else:
