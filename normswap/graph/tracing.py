@@ -88,7 +88,7 @@ class Traced:
         self.calls = {}
         # The nodes that read each node's value.
         self.users = {}
-        self._sites: dict[int, Site] = {}
+        self._sites: dict[tuple[int, int, int], Site] = {}
         # The position of each node, and its ancestors as a bit mask over positions.
         self._index: dict[fx.Node, int] = {}
         self._above: list[int] = []
@@ -150,7 +150,6 @@ class Traced:
 
         Every change of a module must then be right on both paths.
         """
-        self._sites.clear()
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
         self.opaque.update(other.opaque)
@@ -166,9 +165,11 @@ class Traced:
     def site(self, path: str) -> Site:
         """Return what the module at a path is, and how forward reaches it."""
         module = self.modules[path]
-        if id(module) not in self._sites:
-            self._sites[id(module)] = self._new_site(module, path)
-        return self._sites[id(module)]
+        # Further records change how often a module is called, and the sizes that it reads.
+        key = (id(module), len(self.others), len(self.alternatives))
+        if key not in self._sites:
+            self._sites[key] = self._new_site(module, path)
+        return self._sites[key]
 
     def site_at(self, node: fx.Node) -> Site | None:
         """Return the site of the leaf module that `node` calls, or None if it calls none."""

@@ -72,6 +72,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         if isinstance(module, own_forwards.CONVOLUTIONS):
             convolutions.setdefault(id(module), (str(node.target), module))
 
+    reasons: list[str] = []
     for i, (path, module) in enumerate(convolutions.values()):
         if not anatomy.takes_part(path) or path.startswith(gates) or path == anatomy.classifier:
             continue
@@ -79,7 +80,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         try:
             padding = _padding(builder, path, module)
         except NotFoldable as why:
-            builder.notes.append(f"{path} is not standardized: {why}")
+            reasons.append(f"{path} is not standardized: {why}")
             continue
 
         is_kept = (i == 0 and stem == "keep") or (
@@ -91,11 +92,12 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
 
+    builder.notes += reasons
     if not any(linear.layer == "StandardizedConv" for linear in builder.linears.values()):
-        only = "gates, the classifier and filters of one number are left alone"
+        left_alone = "gates, the classifier and filters of one number are left alone"
         raise RefusedError(
             "no convolution to standardize",
-            only,
+            "; ".join([left_alone, *reasons[:3]]),
             f"`{spelled('to', 'folded')}` works on any network",
         )
 
@@ -154,19 +156,22 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
     modules = anatomy.traced.modules
 
     count = 0
+    reasons: list[str] = []
     for path in linear_paths(anatomy):
         try:
             check_linear(builder, path, modules[path])
             if reparametrized.keeps_input_bias(modules[path]):
                 raise NotFoldable("it adds a scalar to its input")
         except NotFoldable as why:
-            builder.notes.append(f"{path} stays as it is: {why}")
+            reasons.append(f"{path} stays as it is: {why}")
         else:
             builder.linear(path).layer = layer
             count += 1
 
+    builder.notes += reasons
     if not count:
-        raise RefusedError("the network has no convolution or linear layer that could be changed")
+        lacking = "the network has no convolution or linear layer that could be changed"
+        raise RefusedError(lacking, "; ".join(reasons[:3]))
 
     return builder
 

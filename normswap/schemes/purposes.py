@@ -21,7 +21,7 @@ from normswap.graph.tracing import Traced, inputs
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
 from normswap.plan import Edit, Outcome, Then
-from normswap.sites.site import Site
+from normswap.sites.site import Site, site_of
 
 # Layers of torch that compute everything in one call, where no hook sees each weight's input, and
 # the layers that Opacus has in their place.
@@ -87,7 +87,7 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
     refused = {}
     for path, module in tree(model).items():
         validate = validators.ModuleValidator.VALIDATORS.get(type(module))
-        if validate is None or not learns(module):
+        if validate is None or not site_of(module).learns:
             continue
         for error in validate(module):
             refused[path] = f"Opacus refuses a {type(module).__name__}: {first_line(error)}"
@@ -96,11 +96,6 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
     if remaining and not refused:
         refused[""] = f"Opacus refuses the network: {first_line(remaining[0])}"
     return refused
-
-
-def learns(module: nn.Module) -> bool:
-    """Tell whether a module has parameters of its own that learn, which is what Opacus hooks."""
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _refuse_statistics(builder: PlanBuilder, path: str, site: Site) -> None:
@@ -131,7 +126,7 @@ def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
     A parametrized layer without learning parameters of its own gets a bias.
     """
-    if not learns(module):
+    if not site_of(module).learns:
         if parametrize.is_parametrized(module):
             # Without a bias Opacus would hook the parametrization, which sees no samples.
             builder.replace(path, "WithBias")
@@ -183,4 +178,4 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
 
 def _learning_owners(traced: Traced, node: fx.Node) -> list[str]:
     """Return the layers that learn and return the node's value, innermost first."""
-    return [path for path in traced.outputs.get(node, ()) if learns(traced.modules[path])]
+    return [path for path in traced.outputs.get(node, ()) if traced.site(path).learns]

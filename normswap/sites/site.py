@@ -144,6 +144,11 @@ class Site:
         return [count]
 
     @property
+    def learns(self) -> bool:
+        """Whether the module has parameters of its own that training changes."""
+        return any(parameter.requires_grad for parameter in self.module.parameters(recurse=False))
+
+    @property
     def can_be_synchronized(self) -> bool:
         """Whether torch's SyncBatchNorm can take the place of the module in training.
 

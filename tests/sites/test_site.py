@@ -161,6 +161,21 @@ def test_recalibrate_takes_batches_of_one_image() -> None:
     assert torch.allclose(measured.running_var, peer[0].running_var, rtol=1e-4)
 
 
+def test_one_value_at_the_size_of_use_is_seen() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+            self.norm = nn.BatchNorm2d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.conv(x).mean((2, 3), keepdim=True))
+
+    assert normswap.inspect(Pooled().eval(), maps()).site("norm").sees_one_value
+    with pytest.raises(RefusedError, match=r"norm: .*one element"):
+        normswap.convert(Pooled().eval(), "instancenorm", inputs=maps())
+
+
 def test_a_norm_by_itself_has_a_site() -> None:
     tracked = site_of(nn.InstanceNorm1d(4, track_running_stats=True))
     assert tracked.is_batchnorm

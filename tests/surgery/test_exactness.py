@@ -110,7 +110,7 @@ def _tables() -> dict[type[nn.Module], set[str]]:
     those are.
     """
     tables: dict[type[nn.Module], set[str]] = {}
-    for room in ("calibration", "folding", "graph", "layers", "schemes"):
+    for room in ("calibration", "folding", "graph", "layers", "schemes", "sites"):
         for file in pkgutil.iter_modules([str(Path(normswap.__file__).parent / room)]):
             # Its table says what Opacus refuses; nothing is folded by it.
             if file.name == "purposes":
@@ -143,7 +143,7 @@ OTHERS = {
 
 def _layer(kind: type[nn.Module]) -> nn.Module | None:
     """A layer of the class that takes maps of 8 channels."""
-    for arguments in ((), (2,), (8,), (8, 8, 3)):
+    for arguments in ((), (2,), (8,), (8, 2), (8, 8, 3)):
         with contextlib.suppress(Exception):
             layer = kind(*arguments).eval()
             maps = layer(torch.ones(1, 8, 16, 16))
