@@ -176,6 +176,13 @@ def test_one_value_at_the_size_of_use_is_seen() -> None:
         normswap.convert(Pooled().eval(), "instancenorm", inputs=maps())
 
 
+def test_one_value_at_a_small_size_of_our_own_is_no_reason_to_refuse() -> None:
+    # The network is recorded on a small image of normswap's own, where its last maps are 1 x 1.
+    convolutions = [nn.Conv2d(3, 3, 3, stride=2, padding=1) for _ in range(6)]
+    network = nn.Sequential(*convolutions, nn.BatchNorm2d(3)).eval()
+    assert not normswap.inspect(network).site("6").sees_one_value
+
+
 def test_a_norm_by_itself_has_a_site() -> None:
     tracked = site_of(nn.InstanceNorm1d(4, track_running_stats=True))
     assert tracked.is_batchnorm
