@@ -12,6 +12,10 @@ from pathlib import Path
 NAME = "demo"
 FOLDER = Path(__file__).parent / "demo_data"
 IMAGES = FOLDER / "images.tar"
+# Files of the recipes' folder that are no recipes: the zoo's manifest, and a task of SkyPilot.
+NO_RECIPES = ("zoo.yaml", "finetune.sky.yaml")
+# Files of the recipes' folder that register their networks with timm.
+_NETWORKS = ("wide_resnet.py",)
 
 
 def recipes() -> Path:
@@ -22,8 +26,8 @@ def recipes() -> Path:
 
 
 def register_networks() -> None:
-    """Import the Python files beside the recipes, once; they register their networks with timm."""
-    for file in sorted(recipes().glob("*.py")):
+    """Import the networks beside the recipes, once; they register themselves with timm."""
+    for file in (recipes() / name for name in _NETWORKS):
         name = f"normswap.recipes.{file.stem}"
         if name in sys.modules:
             continue

@@ -32,7 +32,8 @@ _TYPES = {
 
 def names() -> list[str]:
     """List the shipped recipes."""
-    return sorted(file.stem for file in shipped.recipes().glob("*.yaml"))
+    files = shipped.recipes().glob("*.yaml")
+    return sorted(file.stem for file in files if file.name not in shipped.NO_RECIPES)
 
 
 def text(name: str) -> str:

@@ -39,6 +39,7 @@ class _Handler(BaseHTTPRequestHandler):
     seen: list[str]
     store: Path
     private: set[str]
+    collection: dict[str, Any]
 
     def log_message(self, *_: Any) -> None:
         """Stay quiet."""
@@ -59,6 +60,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send_json({"errors": [], "warnings": []})
         if self.path == "/api/repos/create":
             return self._create(json.loads(content))
+        if self.path.startswith("/api/collections"):
+            return self._collect(json.loads(content))
 
         path, _, _ = self.path.partition("?")
         upload = re.fullmatch(r"/api/models/(.+?)/(preupload|commit)/main", path)
@@ -90,6 +93,30 @@ class _Handler(BaseHTTPRequestHandler):
             self.private.add(repo)
         self.repos.setdefault(repo, self.store / repo)
         self._send_json({"url": f"{self._address}/{repo}"}, status=409 if is_there else 200)
+
+    def _collect(self, request: dict[str, Any]) -> None:
+        """Make the collection, or put a repository into it; 409 if it is there already."""
+        is_there = bool(self.collection)
+        if "title" in request:
+            self.collection.setdefault("title", request["title"])
+        else:
+            items = self.collection.setdefault("items", [])
+            is_there = request["item"]["id"] in items
+            if not is_there:
+                items.append(request["item"]["id"])
+
+        body = {
+            "slug": "me/collection",
+            "title": self.collection["title"],
+            "owner": {"name": "me"},
+            "items": [],
+            "lastUpdated": "2026-01-01T00:00:00.000Z",
+            "position": 0,
+            "private": False,
+            "theme": "blue",
+            "upvotes": 0,
+        }
+        self._send_json(body, status=409 if is_there else 200)
 
     def _commit(self, repo: str, content: bytes) -> None:
         """Write the files of a commit, whose lines are JSON."""
@@ -225,7 +252,11 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
 
 @contextmanager
 def hub_server(
-    repos: dict[str, Path], mode: str = "ok", seen: list[str] | None = None, store: Path = Path()
+    repos: dict[str, Path],
+    mode: str = "ok",
+    seen: list[str] | None = None,
+    store: Path = Path(),
+    collection: dict[str, Any] | None = None,
 ) -> Iterator[str]:
     """Serve folders as hub repositories; yields the address for HF_ENDPOINT.
 
@@ -234,6 +265,7 @@ def hub_server(
         mode: One of `MODES`.
         seen: A list to which "METHOD path" of every request is added, if given.
         store: The folder in which new repositories are made.
+        collection: Receives the title and the items of the one collection, if given.
     """
     assert mode in MODES, mode
 
@@ -243,6 +275,7 @@ def hub_server(
         "seen": [] if seen is None else seen,
         "store": store,
         "private": set(),
+        "collection": {} if collection is None else collection,
     }
     handler = type("Handler", (_Handler,), own)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
