@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 from docs_pages import (
     AFTER_TRAINING,
     PAGES,
@@ -34,6 +33,11 @@ from support.hub_server import hub_server, use_hub
 import normswap
 from normswap.cli.app import load, main
 from normswap.cli.commands import SUMMARIES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tomllib
 from support import needs
 from support.room_order import FLOOR
 
 import normswap
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(normswap.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
