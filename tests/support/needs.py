@@ -21,6 +21,7 @@ DECLARED = {
     "monai": "no extra has it",
     "ncnn": "it is in the extra ncnn",
     "open_clip": "no extra has it",
+    "sky": "SkyPilot is no part of an extra; its parser checks recipes/finetune.sky.yaml",
     "pnnx": "it is in the extra ncnn",
     "ultralytics": "its licence is AGPL, and no extra has it",
     # Programs and files.

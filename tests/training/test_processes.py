@@ -3,12 +3,15 @@ that they share.
 """
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from support import needs
 from support.small_trainings import network, recipe, train, write_images
 from torch import nn
 
@@ -81,7 +84,10 @@ def test_a_process_by_itself_has_nothing_to_share(
 SRUN = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done  # its own options
 export SLURM_STEP_ID=0
-for process in 0 1; do SLURM_PROCID=$process SLURM_LOCALID=$process "$@" & ids="$ids $!"; done
+for process in 0 1; do
+    SLURM_PROCID=$process SLURM_LOCALID=$process "$@" & ids="$ids $!"
+    echo $! > "$WORK/process-$process"
+done
 for id in $ids; do wait "$id" || exit 1; done
 """
 SHORT = """
@@ -130,32 +136,106 @@ def assert_as_one_process(work: Path, out: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_the_sbatch_file_trains_where_a_shell_has_slurms_variables(work: Path) -> None:
-    """With an srun and an scontrol of the test's own."""
-    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho localhost\necho localhost\n")):
+SCONTROL = """#!/bin/sh
+case $1 in
+    show) echo localhost; echo localhost;;
+    *) echo "$@" >> "$WORK/asked";;
+esac
+"""
+SCANCEL = """#!/bin/sh
+echo scancel "$@" >> "$WORK/asked"
+for id in $(cat "$WORK"/process-*); do kill -TERM "$id"; done
+"""
+
+
+def slurm_job(work: Path, *more: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the variables of a job, with an srun, scontrol and scancel of our own."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL}.items():
         (work / name).write_text(text)
         (work / name).chmod(0o755)
-
-    path = f"{work}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    slurm = {
+    variables = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_NTASKS": "2",
-        "PATH": path,
+        "WORK": str(work),
+        "PATH": f"{work}:{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
+    script = str(shipped.recipes() / "finetune.sbatch")
+    return ["bash", script, *words(work), "-o", str(work / "run"), *more], variables
 
-    job = [
-        "bash",
-        str(shipped.recipes() / "finetune.sbatch"),
-        *words(work),
-        "-o",
-        str(work / "run"),
-    ]
+
+@pytest.mark.slow
+def test_the_sbatch_file_trains_where_a_shell_has_slurms_variables(work: Path) -> None:
+    job, slurm = slurm_job(work)
 
     assert run(job, **slurm).count("written to") == 1  # by one process
     assert "continuing at update 4 of 4" in run(job, **slurm)
     assert_as_one_process(work, work / "run")
+    assert not (work / "asked").exists(), "a job that is done is not queued again"
+
+
+@pytest.mark.slow
+def test_a_job_that_is_asked_to_stop_saves_and_is_queued_again(work: Path) -> None:
+    """SLURM sends SIGTERM to the script alone; nobody but the script tells the processes."""
+    job, slurm = slurm_job(work, "train.epochs=500")
+    process = subprocess.Popen(
+        job, env={**os.environ, **slurm}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while process.poll() is None and not (work / "run/state/run.pt").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 0, said
+    job_id = slurm["SLURM_JOB_ID"]
+    asked = (work / "asked").read_text().splitlines()
+    assert asked == [f"scancel --signal=TERM {job_id}", f"requeue {job_id}"]
+
+    # The next start of the job goes on.
+    again = subprocess.Popen(
+        job, env={**os.environ, **slurm}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert again.stdout is not None
+    assert any(b"continuing at update" in line for line in again.stdout)
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=120)
+
+
+def test_skypilot_reads_its_task(work: Path) -> None:
+    sky = needs.package("sky")
+    task = sky.Task.from_yaml(str(shipped.recipes() / "finetune.sky.yaml"))
+    assert "--resume auto" in task.run
+    assert "/runs" in task.storage_mounts
+
+
+HF = """#!/bin/sh
+# As `hf jobs uv run`, but the job is only shown.
+shift 3
+exec "$PYTHON" -m huggingface_hub.cli.hf jobs uv run --dry-run "$@"
+"""
+
+
+@pytest.mark.slow
+def test_the_hub_reads_the_job_of_the_zoo(tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text(HF)
+    (tmp_path / "hf").chmod(0o755)
+    variables = {
+        "PYTHON": sys.executable,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_TOKEN": "hf_x",
+    }
+
+    said = run(["bash", str(shipped.recipes() / "zoo_jobs.sh"), "me", "--rows", "r*"], **variables)
+
+    assert "--to me -o /zoo --rows" in said
+    assert "hf://buckets/me/zoo:/zoo" in said
+    assert "dry run" in said
+
+
+def test_the_launchers_are_short() -> None:
+    for name in ("finetune.sbatch", "finetune.sky.yaml", "zoo_jobs.sh"):
+        assert len((shipped.recipes() / name).read_text().splitlines()) <= 30, name
 
 
 LAUNCHERS = {

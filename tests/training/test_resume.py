@@ -191,14 +191,14 @@ def spawn(
     scheme: str = "skipinit",
     **run: Any,
 ) -> None:
-    """Two processes under torchrun."""
+    """Several processes under torchrun, two by default."""
     torchrun = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(run.get("processes", 2)),
     ]
     torchrun += ["--max-restarts", str(run.get("restarts", 0))]
     whole = [*torchrun, *command(images, out, scheme, json.dumps(parts), *words)[1:]]
@@ -232,15 +232,26 @@ def test_two_processes_are_as_one(images: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_restarted_by_torchrun_and_continues(
-    images: Path, tmp_path: Path
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_killed_process_is_restarted_by_torchrun_and_the_job_continues(
+    processes: int, images: Path, tmp_path: Path
 ) -> None:
     parts = {**BUSY, "train": {**BUSY["train"], "checkpoint": 2}}
-    spawn(images, tmp_path / "whole", parts)
-    spawn(images, tmp_path / "cut", parts, "--kill", 5, "--resume", "auto", restarts=1)
+    spawn(images, tmp_path / "whole", parts, processes=processes)
+
+    words = ("--kill", 5, "--resume", "auto")
+    spawn(images, tmp_path / "cut", parts, *words, restarts=1, processes=processes)
+
+    assert (tmp_path / "cut-killed").exists()
     assert same(tmp_path / "whole", tmp_path / "cut")
+    assert table(tmp_path / "whole") == table(tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_without_restarts_a_killed_process_ends_the_job(images: Path, tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
-        spawn(images, tmp_path / "dead", parts, "--kill", 5)
+        spawn(images, tmp_path / "dead", BUSY, "--kill", 5)
+    assert (tmp_path / "dead-killed").exists()
 
 
 @pytest.mark.parametrize(

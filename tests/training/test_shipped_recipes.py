@@ -228,6 +228,10 @@ def test_a_wheel_has_the_recipes_and_finds_them(tmp_path: Path) -> None:
     assert packed_files == {
         *(f"{name}.yaml" for name in WANTED),
         "wide_resnet.py",
+        "zoo.py",
+        "zoo.yaml",
+        "finetune.sky.yaml",
+        "zoo_jobs.sh",
         "finetune.sbatch",
     }
 
