@@ -126,6 +126,7 @@ def _record_first(
             example = network_input.noise(model, small_size, batch=2)
             traced = record_once(model, example)
             if traced.input_independent:
+                traced.is_small = True
                 return traced, example, []
 
     # The examples are made one by one, as most networks run at the first size.

@@ -58,6 +58,7 @@ class Traced:
         branches: Paths of the modules whose forward reads values of tensors.
         flexible: Whether the network is known to take more than one input size.
         size_dependent: Whether the forward asked for a size, on which its path may then depend.
+        is_small: Whether the recorded input is smaller than those that the network is used on.
         heads: Whether `alternatives` has auxiliary heads, which only training runs.
         form: The recorded call of the network, with empty tensors in place of the arguments.
     """
@@ -76,6 +77,7 @@ class Traced:
     branches: list[str] = field(default_factory=list)
     flexible: bool = False
     size_dependent: bool = True
+    is_small: bool = False
     heads: bool = False
     form: Example = field(default_factory=lambda: Example(()))
     nodes: list[fx.Node] = field(init=False)
@@ -215,7 +217,7 @@ class Traced:
             path=path,
             called=self.called(module),
             shapes=tuple(shapes),
-            sizes_are_known=bool(self.others) or not self.input_independent,
+            sizes_are_known=bool(self.others) or not self.is_small,
             tensor_read=self.read_directly(module),
             hidden=hidden,
         )
