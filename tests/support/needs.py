@@ -13,6 +13,7 @@ import pytest
 # What may be lacking, and why it is not asked for.
 DECLARED = {
     # Packages that the extra `test` does not have.
+    "check_jsonschema": "pre-commit has it",
     "coremltools": "it is in the extra coreml",
     "einops": "no extra has it",
     "executorch": "it is in the extra executorch",
