@@ -224,8 +224,9 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     images = source.images
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
-    network = source.fitted_to(images, source.progress)
+    source = source.fitted_to(images, source.progress)
 
+    network = source
     conversions: list[Conversion] = []
     for chosen in steps:
         step, builder = _plan_step(network.anatomy, chosen)
@@ -236,7 +237,7 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
         last = carrying_out.carry_out(network, step)
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
-        network = last.network.fitted_to(images, source.progress)
+        network = last.network.fitted_to(source.images, source.progress)
 
     last = conversions[0] if len(conversions) == 1 else _joined(source, conversions)
     if last.report.exact and (note := intermediates.note(source, last.model)):
