@@ -13,12 +13,15 @@ import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 Checked = TypeVar("Checked")
+# Where a value stands in a tree: the place of what holds it, "." for an object or "[" for a list,
+# and the value's key there. None is the tree itself. The text is made for a message only.
+_Place: TypeAlias = "tuple[_Place, str, object] | None"
 
 # The index of the largest sharded network has 10 MB.
 MOST_BYTES = 100 * 2**20
@@ -31,6 +34,8 @@ MOST_VALUES = 2_000_000
 MOST_EVENTS_OF_YAML = 20_000
 # A number of 128 bits has 39 digits.
 MOST_DIGITS = 40
+_KEYS = (str, int, float, type(None))
+_VALUES = (int, float, datetime.date, type(None))
 
 
 class UnreadableError(ValueError):
@@ -174,11 +179,10 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
     Raises:
         UnreadableError: The tree is not such data. The message says where.
     """
-    ahead: list[tuple[object, str, int]] = [(tree, "", 0)]
+    ahead: list[tuple[object, _Place, int]] = [(tree, None, 0)]
     count = 0
     while ahead:
         value, place, level = ahead.pop()
-        where = place.removeprefix(".") or "it"
         count += 1
         if count > MOST_VALUES:
             raise UnreadableError(f"it has more than {MOST_VALUES} values")
@@ -187,39 +191,56 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
 
         if isinstance(value, Mapping):
             for key, entry in value.items():
-                _check_key(key, where)
-                ahead.append((entry, f"{place}.{key}", level + 1))
+                _check_key(key, place)
+                ahead.append((entry, (place, ".", key), level + 1))
         elif isinstance(value, list | tuple):
-            ahead += [(entry, f"{place}[{i}]", level + 1) for i, entry in enumerate(value)]
+            ahead += [(entry, (place, "[", i), level + 1) for i, entry in enumerate(value)]
         else:
-            _check_value(value, where, finite=finite)
+            _check_value(value, place, finite=finite)
 
 
-def _check_value(value: object, where: str, *, finite: bool) -> None:
+def _where(place: _Place) -> str:
+    """Return the text of a place, such as `norms[3].path`, or `it` for the tree itself."""
+    text = ""
+    while place is not None:
+        place, kind, key = place
+        step = f"[{key}]" if kind == "[" else f".{key}"
+        text = step + text
+    return text.removeprefix(".") or "it"
+
+
+def _check_value(value: object, place: _Place, *, finite: bool) -> None:
     """Refuse a value that is no text, bounded number, boolean, date or null."""
     if isinstance(value, str):
-        _check_text(value, where)
+        if not _is_text(value):
+            raise UnreadableError(f"{_where(place)} is no valid text")
     elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-        raise UnreadableError(f"{where} is a number of more than {MOST_DIGITS} digits")
+        raise UnreadableError(f"{_where(place)} is a number of more than {MOST_DIGITS} digits")
     elif finite and isinstance(value, float) and not math.isfinite(value):
-        raise UnreadableError(f"{where} is {value}, no finite number")
-    elif not isinstance(value, int | float | datetime.date | None):
-        raise UnreadableError(f"{where} is a {type(value).__name__}, no plain value")
+        raise UnreadableError(f"{_where(place)} is {value}, no finite number")
+    elif not isinstance(value, _VALUES):
+        raise UnreadableError(f"{_where(place)} is a {type(value).__name__}, no plain value")
 
 
-def _check_key(key: object, where: str) -> None:
-    if not isinstance(key, str | int | float | None):
-        raise UnreadableError(f"a key in {where} is no text")
-    if isinstance(key, str):
-        _check_text(key, f"a key in {where}")
+def _check_key(key: object, place: _Place) -> None:
+    if not isinstance(key, _KEYS):
+        raise UnreadableError(f"a key in {_where(place)} is no text")
+    if isinstance(key, str) and not _is_text(key):
+        raise UnreadableError(f"a key in {_where(place)} is no valid text")
 
 
-def _check_text(text: str, where: str) -> None:
-    """Refuse half a character (a lone surrogate), which no terminal or file can show."""
+def _is_text(text: str) -> bool:
+    """Return whether a text has no half of a character (a lone surrogate).
+
+    No terminal or file can show one.
+    """
+    if text.isascii():
+        return True
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise UnreadableError(f"{where} is no valid text") from None
+        return False
+    return True
 
 
 def validated(adapter: TypeAdapter[Checked], text: str) -> Checked:

@@ -11,14 +11,17 @@ import functools
 import gc
 import os
 import sys
+import types
+import typing
 import unittest
-from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import needs
+from support import needs, sampled_tables
+from support.core_seconds import CoreSeconds
 
 # A busy machine is no error.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,6 +45,20 @@ def pytest_collection_finish() -> None:
     # tenth as often.
     gc.set_threshold(700, 10, 100)
     gc.enable()
+
+
+# The marks of tests that do not run by default.
+APART = ("slow", "long", "gpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core-seconds", metavar="FILE", help="write each room's core seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--core-seconds")
+    if path:
+        config.pluginmanager.register(CoreSeconds(Path(path)))
 
 
 @pytest.fixture
@@ -85,6 +102,23 @@ def read_once(registration: Any) -> None:
     registration.ONNXRegistry.from_torchlib = staticmethod(copied)
 
 
+@functools.cache
+def hinted_once(serialize: Any) -> None:
+    """Let torch.export resolve the annotations of each of its records once.
+
+    It resolves them anew for every entry of a file, which takes half of the time of opening one.
+    """
+
+    @functools.cache
+    def hints(kind: type) -> dict[str, Any]:
+        return typing.get_type_hints(kind, globalns=vars(serialize.schema))
+
+    cached = types.ModuleType("typing")
+    vars(cached).update(vars(typing))
+    vars(cached)["get_type_hints"] = lambda kind, globalns: hints(kind)
+    serialize.typing = cached
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("needs"):
@@ -93,19 +127,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     registration = sys.modules.get("torch.onnx._internal.exporter._registration")
     if registration is not None:
         read_once(registration)
+    serialize = sys.modules.get("torch._export.serde.serialize")
+    if serialize is not None:
+        hinted_once(serialize)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `one_in(n)`, mark all cases but one in n slow."""
-    counts: Counter[str] = Counter()
+    """Of a test that is marked `one_in(n)`, mark all cases but about one in n slow.
+
+    The name of a case decides, so that a case that is added moves no other.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        mark = item.get_closest_marker("one_in")
-        if mark is not None and not any(map(item.get_closest_marker, ("slow", "long", "gpu"))):
-            test = item.nodeid.partition("[")[0]
-            if counts[test] % mark.args[0]:
+        if item.get_closest_marker("one_in") and not any(map(item.get_closest_marker, APART)):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+
+    for group in cases.values():
+        mark = group[0].get_closest_marker("one_in")
+        assert mark is not None
+        default = sampled_tables.one_in([item.name for item in group], mark.args[0])
+        for item in group:
+            if item.name not in default:
                 item.add_marker(pytest.mark.slow)
-            counts[test] += 1
 
 
 def _fail_if_undeclared(

@@ -77,7 +77,6 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
     "arch, to",
     ["resnet26", "resnetv2_50"],
     ["folded", "skipinit", "batchnorm", "groupnorm"],
-    every=2,
 )
 def test_on_to_other_schemes(arch: str, to: str) -> None:
     torch.manual_seed(0)

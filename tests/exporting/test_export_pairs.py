@@ -95,6 +95,10 @@ def test_every_option_is_among_them() -> None:
     assert {one.words[0] for one in OPTIONS} == options_of("export") - APART
 
 
+def both(pair: tuple[Option, Option]) -> str:
+    return f"{pair[0]} {pair[1]}"
+
+
 SLOW, QUICK = (
     [pair for pair in PAIRS if any(one.int8 for one in pair) is slow] for slow in (True, False)
 )
@@ -102,7 +106,7 @@ SLOW, QUICK = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pair", sampled(SLOW, 96) + sampled(QUICK, 29), ids=lambda pair: f"{pair[0]} {pair[1]}"
+    "pair", sampled(SLOW, 96, ids=both) + sampled(QUICK, 29, ids=both), ids=both
 )
 def test_two_options_of_export(
     pair: tuple[Option, Option], here: Path, capfd: pytest.CaptureFixture[str]

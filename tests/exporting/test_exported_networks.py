@@ -23,7 +23,7 @@ SIZE = (3, 64, 64)
 pytestmark = pytest.mark.slow
 
 
-@crossed("name, form", DEEP, ENDINGS, 3)
+@crossed("name, form", DEEP, ENDINGS)
 def test_a_deep_network_alone(name: str, form: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, *SIZE)

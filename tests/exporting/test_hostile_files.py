@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from support.command_line import Capture
+from support.sampled_tables import crossed
 from torch import Tensor, nn
 
 import normswap
@@ -90,6 +91,10 @@ def pickled(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def name_of(row: str | Callable[..., None]) -> str:
+    return row if isinstance(row, str) else row.__name__
 
 
 def refuse(file: Path, command: str, capfd: Capture) -> str:
@@ -448,8 +453,7 @@ PROGRAMS = [
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("change", ENTRIES, ids=lambda change: change.__name__)
+@crossed("change, command", ENTRIES, COMMANDS, ids=name_of)
 def test_an_archive_with_prepared_entries_is_refused(
     change: Callable[[Entries], None], command: str, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -462,8 +466,7 @@ def test_an_archive_with_prepared_entries_is_refused(
     assert str(file) in message
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("change", PROGRAMS, ids=lambda change: change.__name__)
+@crossed("change, command", PROGRAMS, COMMANDS, ids=name_of)
 def test_a_prepared_graph_is_refused(
     change: Callable[[Program], None], command: str, tmp_path: Path, capfd: Capture
 ) -> None:
@@ -505,9 +508,11 @@ def link(archive: zipfile.ZipFile) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    "add", [second_entry, second_entry_in_capitals, entry_outside, compressed_entry, link]
+@crossed(
+    "add, command",
+    [second_entry, second_entry_in_capitals, entry_outside, compressed_entry, link],
+    COMMANDS,
+    ids=name_of,
 )
 def test_an_archive_with_two_meanings_is_refused(
     add: Callable[[zipfile.ZipFile], None], command: str, tmp_path: Path, capfd: Capture

@@ -21,7 +21,7 @@ from support.input_forms import (
     scaled,
     trunk,
 )
-from support.sampled_tables import crossed, sampled
+from support.sampled_tables import crossed, quick
 from torch import Tensor, nn
 
 import normswap
@@ -67,7 +67,7 @@ def one(inputs: Any) -> Any:
     return tuple(one(part) if isinstance(part, dict) else part[:1] for part in inputs)
 
 
-@crossed("form, name", ENDINGS, NETWORKS, every=3)
+@crossed("form, name", ENDINGS, NETWORKS)
 @pytest.mark.one_in(2)
 def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) -> None:
     make, inputs, names, outputs = NETWORKS[name]
@@ -234,7 +234,7 @@ def test_what_cannot_be_is_said(case: int, tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("form", sampled(ENDINGS, every=2))
+@pytest.mark.parametrize("form", quick(ENDINGS, ["onnx"]))
 def test_a_number_of_boxes_that_hangs_on_the_image(form: str, tmp_path: Path) -> None:
     file = tmp_path / f"a.{ENDINGS[form]}"
     model = Boxes(trunk())

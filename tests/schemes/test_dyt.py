@@ -16,7 +16,7 @@ import timm
 import torch
 from support.lived_in_networks import batchnorms, distance, lived_in, run
 from support.model_sources import SMALL_IMAGES
-from support.sampled_tables import quick, sampled
+from support.sampled_tables import quick
 from torch import Tensor, nn
 
 from normswap import convert
@@ -182,7 +182,7 @@ def test_channels_that_are_not_finite_keep_their_size() -> None:
     assert tanh_factors.factors(x, 0.25)[2] == 1
 
 
-@pytest.mark.parametrize("arch", sampled(["resnetv2_18", "mobilenetv2_035"], every=2))
+@pytest.mark.parametrize("arch", quick(["resnetv2_18", "mobilenetv2_035"], ["resnetv2_18"]))
 def test_other_factors_keep_the_target(arch: str) -> None:
     """The target computes what it did, on leaves and on images, and images come nearer."""
     source = network(arch)

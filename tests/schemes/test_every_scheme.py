@@ -21,8 +21,8 @@ from normswap.layers.scalars import Scale
 from normswap.plan import Step
 from normswap.surgery import applying, conversion
 
-everywhere = crossed("arch, row", RESNETS, ROWS, every=6)
-exact_everywhere = crossed("arch, row", RESNETS, EXACT, every=6)
+everywhere = crossed("arch, row", RESNETS, ROWS)
+exact_everywhere = crossed("arch, row", RESNETS, EXACT)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
         assert distance(reference, run(applying.apply_step(result, planned), x)) <= 1e-12
 
 
-@crossed("dtype, row", [torch.float32, torch.bfloat16, torch.float16], ROWS, every=3)
+@crossed("dtype, row", [torch.float32, torch.bfloat16, torch.float16], ROWS)
 @pytest.mark.one_in(2)
 def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
     for arch in ("seresnet18", "resnetv2_18"):
@@ -220,7 +220,7 @@ def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
             assert error <= 300 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("row", sampled(EXACT[::4], every=2), ids=str)
+@pytest.mark.parametrize("row", sampled(EXACT, every=8), ids=str)
 def test_compile_without_graph_breaks(row: Row) -> None:
     own = case("seresnet18", row)
     torch._dynamo.reset()

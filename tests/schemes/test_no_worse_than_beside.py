@@ -50,9 +50,7 @@ def off(model: nn.Module, result: nn.Module, x: Tensor) -> float:
     return distance(run(model, x), run(result, x))
 
 
-@crossed(
-    "name, row", SIX, APPROXIMATE, every=4, mark=pytest.mark.slow, slow=("resnet18", "seresnet18")
-)
+@crossed("name, row", SIX, APPROXIMATE, mark=pytest.mark.slow, slow=("resnet18", "seresnet18"))
 @pytest.mark.one_in(2)
 def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row) -> None:
     """On average over three networks: of one of so few channels a third may be lost, or won, by
@@ -67,7 +65,7 @@ def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row) -> None:
     assert statistics.geometric_mean(ratios) <= CHANCE, ratios
 
 
-@crossed("name, row", SIX, APPROXIMATE, every=3, mark=pytest.mark.slow)
+@crossed("name, row", SIX, APPROXIMATE, mark=pytest.mark.slow)
 @pytest.mark.one_in(2)
 def test_a_way_of_two_steps_is_no_worse_than_one(name: str, row: Row) -> None:
     """By an exact scheme, which has taken the norms away, to one that needs them."""

@@ -142,7 +142,7 @@ def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
         assert losses[-1] < losses[0]
 
 
-@crossed("arch, target", NARROW, TARGETS, every=4, ids=named)
+@crossed("arch, target", NARROW, TARGETS, ids=named)
 @pytest.mark.one_in(2)
 def test_gradients_per_sample(arch: str, target: tuple[str, dict[str, Any]], opacus: Any) -> None:
     """Opacus' gradients of each sample are those of plain autograd on that sample alone."""
@@ -182,7 +182,6 @@ def test_gradients_per_sample(arch: str, target: tuple[str, dict[str, Any]], opa
     "network, target",
     [("resnetv2_18", "opacus"), ("resnetv2_18", "federated"), ("seresnet18", "opacus")],
     TARGETS,
-    every=3,
     ids=lambda row: "-".join(map(str, row)) if isinstance(row[1], str) else named(row),
 )
 @pytest.mark.one_in(2)

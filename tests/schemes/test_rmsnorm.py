@@ -116,7 +116,7 @@ def test_laws(name: str, scheme: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@crossed("name, scheme", EXACT, ["rmsnorm", "folded"], every=2)
+@crossed("name, scheme", EXACT, ["rmsnorm", "folded"])
 def test_there_and_back(name: str, scheme: str) -> None:
     """The source's class, tensors by the same names, and what was learned; or, where a bias has no
     place, a refusal.

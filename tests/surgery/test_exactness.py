@@ -170,7 +170,6 @@ def test_every_class_of_a_table_is_tried() -> None:
     "kind, scheme",
     [kind for kind in TABLES if _layer(kind)],
     ["folded", "tune", "affine"],
-    every=3,
     ids=_name,
 )
 @pytest.mark.one_in(2)

@@ -137,7 +137,7 @@ def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row) -> None:
         assert error <= 1e-11 if row.exact else 0 < error < float("inf")
 
 
-@crossed("name, row", SIX, FITTED, every=3, mark=pytest.mark.slow)
+@crossed("name, row", SIX, FITTED, mark=pytest.mark.slow)
 @pytest.mark.one_in(2)
 def test_a_fit_changes_nothing_outside(name: str, row: Row) -> None:
     scope = scope_of(name, row)
