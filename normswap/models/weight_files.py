@@ -42,6 +42,8 @@ _FILTERS = (
     "_filter_torchvision_pretrained",
     "pretrained_filter_fn",
 )
+# The size in bytes of a network whose tensors are hashed by several threads.
+_BYTES_WORTH_THREADS = 8 * 2**20
 # The most levels that are unwrapped. In real files a state dict lies under one or two keys.
 _MOST_WRAPPERS = 8
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
@@ -50,31 +52,45 @@ State = dict[str, Tensor]
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256.
-
-    All cores take part.
-    """
-    return hashlib.sha256(b"".join(_descriptions(state).values())).hexdigest()
+    """Return the SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256."""
+    whole, _ = hash_all(state)
+    return whole
 
 
 def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the beginning of the SHA-256 of each tensor's name, dtype, shape and values."""
-    return {
+    _, each = hash_all(state)
+    return each
+
+
+def hash_all(state: Mapping[str, Tensor]) -> tuple[str, dict[str, str]]:
+    """Return what `hash_tensors` and `hash_each` return; the values are read once."""
+    descriptions = _descriptions(state)
+    each = {
         name: hashlib.sha256(description).hexdigest()[:16]
-        for name, description in _descriptions(state).items()
+        for name, description in descriptions.items()
     }
+    return hashlib.sha256(b"".join(descriptions.values())).hexdigest(), each
 
 
 def _descriptions(state: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return name, dtype, shape and the hash of the values of each tensor, sorted by name."""
+    """Return name, dtype, shape and the hash of the values of each tensor, sorted by name.
+
+    All cores take part, unless the network is so small that starting threads takes longer.
+    """
     names = sorted(state)
-    with ThreadPoolExecutor() as pool:
-        hashes = pool.map(lambda name: _hash_of_values(state[name]), names)
-        descriptions: dict[str, bytes] = {}
-        for name, own_hash in zip(names, hashes, strict=True):
-            kind = f"{name}|{state[name].dtype}|{tuple(state[name].shape)}|"
-            descriptions[name] = kind.encode() + own_hash
-        return descriptions
+    tensors = [state[name] for name in names]
+    if sum(tensor.nbytes for tensor in tensors) < _BYTES_WORTH_THREADS:
+        hashes = [_hash_of_values(tensor) for tensor in tensors]
+    else:
+        with ThreadPoolExecutor() as pool:
+            hashes = [*pool.map(_hash_of_values, tensors)]
+
+    descriptions: dict[str, bytes] = {}
+    for name, tensor, own_hash in zip(names, tensors, hashes, strict=True):
+        kind = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|"
+        descriptions[name] = kind.encode() + own_hash
+    return descriptions
 
 
 def _hash_of_values(tensor: Tensor) -> bytes:

@@ -282,6 +282,11 @@ def _write(
     if norms:
         files[NORMS] = norms
 
+    hashes: dict[str, str] = {}
+    tensor_hashes: dict[str, dict[str, str]] = {}
+    for name, tensors in files.items():
+        hashes[name], tensor_hashes[name] = weight_files.hash_all(tensors)
+
     versions = {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}
     header_text = header.record_to_write(
         {
@@ -292,8 +297,8 @@ def _write(
             "pretrained_cfg": image_record(record.pretrained_cfg),
             "plan": json.loads(record.plan.to_json()),
             "report": report and asdict(report),
-            "hashes": {name: weight_files.hash_tensors(tensors) for name, tensors in files.items()},
-            "tensors": {name: weight_files.hash_each(tensors) for name, tensors in files.items()},
+            "hashes": hashes,
+            "tensors": tensor_hashes,
             "versions": {**versions, "python": platform.python_version()},
         }
     )
