@@ -3,10 +3,17 @@
 `.ci/run` prints this table at its end. It shows a trend and sets no limit. The earlier commit is
 the last tag, or, if there is none, the first commit since Monday. A clone without history has no
 earlier commit: then the table has the lines of today alone.
+
+    python tests/lines_per_room.py [FILE.json ...]
+
+Each file is what `pytest --core-seconds FILE.json` wrote. A table of the seconds on a core that the
+tests of each room took stands below that of the lines.
 """
 
 import datetime
+import json
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -89,12 +96,35 @@ def totals(lines: Counter[str]) -> Counter[str]:
     return trees
 
 
-def main() -> None:
-    """Print the table."""
+def table_of_seconds(files: list[str]) -> str:
+    """Return the core seconds of each room as text, a column for each file that is there."""
+    runs = {Path(file).stem: json.loads(Path(file).read_text())["rooms"] for file in files}
+    rows = ["Core seconds per room" + "".join(f"{name:>10}" for name in runs)]
+
+    rooms = sorted({room for seconds in runs.values() for room in seconds})
+    for room in rooms:
+        figures = [seconds.get(room, 0.0) for seconds in runs.values()]
+        rows.append(f"{room:<21}" + "".join(f"{figure:>10,.1f}" for figure in figures))
+
+    sums = [sum(seconds.values()) for seconds in runs.values()]
+    rows.append(f"{'in all':<21}" + "".join(f"{total:>10,.1f}" for total in sums))
+    return "\n".join(rows)
+
+
+def main(files: list[str]) -> None:
+    """Print the tables.
+
+    Args:
+        files: What `pytest --core-seconds` wrote. One that is missing is left out.
+    """
     commit, description = earlier_commit()
     before = lines_at(commit) if commit else Counter[str]()
     print(table(lines_now(), before, description))
 
+    written = [file for file in files if Path(file).is_file()]
+    if written:
+        print(table_of_seconds(written))
+
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,5 +1,6 @@
-"""The table at the end of CI: the lines of each room beside those of an earlier commit."""
+"""The tables at the end of CI: lines of each room beside an earlier commit's, and core seconds."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def git(tree: Path, *words: str) -> None:
 def test_without_history_there_are_the_lines_of_today(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines_per_room.main()
+    lines_per_room.main([])
 
     title, whole, room = capsys.readouterr().out.splitlines()
     assert title == "Lines per room"
@@ -42,8 +43,21 @@ def test_they_stand_beside_the_last_tag(tree: Path, capsys: pytest.CaptureFixtur
     (tree / "normswap" / "cli" / "app.py").write_text("a\nb\nc\nd\n")
     git(tree, "commit", "-a", "-m", "two")
 
-    lines_per_room.main()
+    lines_per_room.main([])
 
     title, _, room = capsys.readouterr().out.splitlines()
     assert title == "Lines per room, beside v1"
     assert room.split() == ["normswap/cli/", "4", "3", "+1"]
+
+
+def test_core_seconds_stand_below(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tree / "default.json"
+    file.write_text(json.dumps({"rooms": {"cli": 3.0, "start": 1.5}}))
+
+    lines_per_room.main([str(file), str(tree / "missing.json")])
+
+    *_, title, room, start, total = capsys.readouterr().out.splitlines()
+    assert title.split() == ["Core", "seconds", "per", "room", "default"]
+    assert room.split() == ["cli", "3.0"]
+    assert start.split() == ["start", "1.5"]
+    assert total.split() == ["in", "all", "4.5"]
