@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import onnx
 import pytest
 from hypothesis import given, strategies as st
+from support import forked
 from support.command_line import Capture
 from support.model_sources import small
 
@@ -178,8 +178,19 @@ def test_a_terminal_gets_no_escape_sequence_of_a_name(here: Path) -> None:
     name = HOSTILE.replace("/", "")
     checkpoint.save(normswap.convert(small(), "skipinit"), here / name)
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "normswap", "inspect", name]
-    process = subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave, close_fds=True)
+
+    def inspect() -> int:
+        for number in range(3):
+            os.dup2(slave, number)
+        sys.stdin = os.fdopen(0)
+        sys.stdout = os.fdopen(1, "w")
+        sys.stderr = os.fdopen(2, "w")
+        code = main(["inspect", name])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return code
+
+    child = forked.started(inspect)
     os.close(slave)
     received = b""
     while True:
@@ -190,8 +201,8 @@ def test_a_terminal_gets_no_escape_sequence_of_a_name(here: Path) -> None:
         if not part:
             break
         received += part
-    process.wait()
     os.close(master)
+    assert forked.ended(child) == 0
     text = received.decode(errors="replace")
     assert "evil" in text
     assert not any(part in text for part in ("\x1b]0;", "\x9b", "\u202e", "\x1bM", "\x08#"))
@@ -279,8 +290,14 @@ def test_what_is_written_is_no_failure_where_stdout_takes_nothing(
 
 def test_closed_streams_stay_closed_to_what_is_written(here: Path) -> None:
     """A file that is opened would get the number of stdout, and what is printed would be in it."""
-    words = f"{sys.executable} -m normswap convert {DEMO} --to skipinit -o out <&- >&- 2>&-"
-    done = subprocess.run(["sh", "-c", words], check=False)
-    assert done.returncode == 0
+
+    def convert() -> int:
+        for number in range(3):
+            os.close(number)
+        sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+        sys.argv = ["normswap", "convert", DEMO, "--to", "skipinit", "-o", "out"]
+        return main()
+
+    assert forked.ended(forked.started(convert)) == 0
     assert sorted(path.name for path in here.iterdir()) == ["out"]
     checkpoint.load(here / "out")

@@ -5,6 +5,7 @@ rule void.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -35,8 +36,13 @@ def name_of(file: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-def imports(text: str) -> Iterator[str]:
-    """Yield the absolute names that a file imports: for `from a import b` both `a` and `a.b`."""
+@functools.cache
+def imports(text: str) -> tuple[str, ...]:
+    """Return the absolute names that a file imports: for `from a import b` both `a` and `a.b`."""
+    return tuple(_imports(text))
+
+
+def _imports(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,6 +68,7 @@ def edges_of(texts: dict[str, str]) -> Edges:
     return edges
 
 
+@functools.cache
 def house() -> Edges:
     return edges_of({name_of(file): file.read_text() for file in FILES})
 

@@ -4,12 +4,12 @@ A user carries names, commands and options. A maintainer carries the arrows betw
 raises a limit says in the commit which user asked for it.
 """
 
-import json
-import subprocess
+import importlib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from support import forked
 from test_house import Edges, house, reach
 
 import normswap
@@ -20,13 +20,6 @@ ROOT = Path(normswap.__file__).parent
 # What reads, converts, proves and saves works without the rooms that only use the results.
 KERNEL = ("surgery", "storage", "schemes", "calibration", "folding", "graph", "models", "layers")
 OUTSIDE_THE_KERNEL = {"exporting", "training", "diagnosis", "reporting", "benchmarking", "cli"}
-# Files and lines of normswap/ that `import normswap; normswap.convert` loads.
-PROGRAM = """
-import json, sys
-import normswap
-normswap.convert
-print(json.dumps([name for name in sys.modules if name.split(".")[0] == "normswap"]))
-"""
 LIMITS = {
     "public names": 33,
     "commands": 18,
@@ -56,10 +49,17 @@ def arrows(edges: Edges) -> set[tuple[str, str]]:
 
 
 def files_that_convert_loads() -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True
-    )
-    return len(json.loads(done.stdout))
+    def loaded() -> list[str]:
+        for name in of_normswap():
+            del sys.modules[name]
+        importlib.import_module("normswap").__getattr__("convert")
+        return of_normswap()
+
+    return len(forked.result_of(loaded))
+
+
+def of_normswap() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "normswap"]
 
 
 def counted() -> dict[str, int]:

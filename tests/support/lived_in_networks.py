@@ -121,11 +121,29 @@ def batchnorms(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if isinstance(module, BATCHNORMS)]
 
 
+# The anatomies of the networks that tests share, each read when it is first asked for.
+_shared: dict[nn.Module, Anatomy | None] = {}
+
+
+def shared(model: nn.Module) -> nn.Module:
+    """Return `model` itself, which no test may change; `seen` reads its anatomy once."""
+    _shared[model] = None
+    return model
+
+
+def seen(model: nn.Module) -> Anatomy:
+    """Return the anatomy of a network."""
+    anatomy = _shared.get(model) or inspection.inspect(model)
+    if model in _shared:
+        _shared[model] = anatomy
+    return anatomy
+
+
 def step(model: nn.Module | Anatomy, to: str, **options: Any) -> tuple[Step, PlanBuilder]:
     """The plan of one conversion, and the builder that it comes from."""
     options = schemes.chosen(to, options).options
-    seen = model if isinstance(model, Anatomy) else inspection.inspect(model)
-    builder = schemes.get(to).plan(seen, **options)
+    anatomy = model if isinstance(model, Anatomy) else seen(model)
+    builder = schemes.get(to).plan(anatomy, **options)
     builder.refusals.update(aliasing_conflicts(builder))
     return Step(to, options, builder.edits()), builder
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from normswap.plan import Step
 from normswap.surgery import carrying_out
 from normswap.surgery.network import Network
-from support.lived_in_networks import lived_in, run
+from support.lived_in_networks import lived_in, run, shared
 from support.model_sources import SMALL_IMAGES
 
 RESNETS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def source(arch: str) -> tuple[nn.Module, Tensor, Tensor]:
     """A lived-in network, images for it, and its logits for them; nobody may change them."""
     torch.manual_seed(0)
     seen, x = torch.randn(2, 3, 3, 33, 33, dtype=torch.float64)
-    model = lived_in(skeleton(arch), seen)
+    model = shared(lived_in(skeleton(arch), seen))
     return model, x, run(model, x)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normswap import schemes
 from support.hand_written_networks import Net, PostAct, PreAct
-from support.lived_in_networks import batchnorms, lived_in
+from support.lived_in_networks import batchnorms, lived_in, shared
 from support.narrow_networks import skeleton
 
 SIZE = (3, 16, 16)
@@ -96,7 +96,7 @@ def trained(name: str, seed: int = 0) -> nn.Module:
     for number, path in enumerate(batchnorms(model)):
         norm: Any = model.get_submodule(path)
         norm.num_batches_tracked.fill_(100 + number)
-    return model
+    return shared(model)
 
 
 def measured(model: nn.Module, x: Tensor) -> nn.Module:
