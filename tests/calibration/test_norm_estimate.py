@@ -78,6 +78,7 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
     ["resnet26", "resnetv2_50"],
     ["folded", "skipinit", "batchnorm", "groupnorm"],
 )
+@pytest.mark.one_in(2)
 def test_on_to_other_schemes(arch: str, to: str) -> None:
     torch.manual_seed(0)
     v2 = (

@@ -53,8 +53,17 @@ FILES = (
     ("xml", "fp32"),
     ("xml", "int8"),
 )
+
+
+def marks_of(option: str, file: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    """Two options beside one another are slow; so are all formats but FAST, in int8 long."""
+    if file not in FAST and file[1] == "int8" and file[0] != "onnx":
+        return [pytest.mark.long]
+    return [pytest.mark.slow] if file not in FAST or option == "both" else []
+
+
 CASES = [
-    pytest.param(option, *file, marks=[pytest.mark.slow] * (file not in FAST or option == "both"))
+    pytest.param(option, *file, marks=marks_of(option, file))
     for option in OPTIONS
     for file in FILES
     if file != ("pt2", "int8")
@@ -68,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("option", "ending", "precision"), CASES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_an_option_costs_nothing(option: str, ending: str, precision: str, folder: Path) -> None:
     (error, other), (plain, differ) = (
         off(folder, ending, precision, each) for each in (option, "plain")

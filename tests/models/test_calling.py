@@ -64,6 +64,7 @@ FITTED = [("groupnorm", {"groups": 2}), ("nf", {})]
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("to", "options"), FITTED)
+@pytest.mark.one_in(2)
 def test_a_fit_is_that_of_plain_tensors(
     form: str, to: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,12 +7,13 @@ Needs `../shared` (images and checkpoints); all figures: tests/lab/benchmarks/sc
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from support import needs
 from support.cifar_tars import unpacked
+from support.sampled_tables import weight
 from support.trained_networks import IMAGES, NETWORKS, SHARED, logits
 
 import normswap
@@ -20,7 +21,9 @@ from normswap.images import datasets
 from normswap.storage.checkpoint import open_model
 
 TRAIN: Path = unpacked(SHARED / "data" / "cifar10" / "train.tar.xz")
-FLOORS: tuple[tuple[str, dict[str, Any], bool, dict[str, float]], ...] = (
+# A scheme, its options, whether it is fitted, and the floor of each network.
+Floor: TypeAlias = tuple[str, dict[str, Any], bool, dict[str, float]]
+FLOORS: tuple[Floor, ...] = (
     ("groupnorm", {}, False, {"resnet18_narrow": 98, "resnetv2_18_narrow": 98, "demo": 99}),
     (
         "groupnorm",
@@ -40,14 +43,19 @@ pytestmark = [
 ]
 
 
+def marks_of(network: str, row: Floor) -> list[pytest.MarkDecorator]:
+    """Of the networks of a row one is slow, by its name; the others are long."""
+    others = set(row[3]) - {"demo"}
+    slow = min(others, key=lambda name: weight(name, str(row[:3])))
+    return [] if network == slow else [pytest.mark.long]
+
+
 @pytest.mark.parametrize(
     ("network", "scheme", "options", "fitted", "floor"),
     [
-        pytest.param(
-            network, *row[:3], floor, marks=[pytest.mark.long] * ((i + j) % len(row[3]) > 0)
-        )
-        for i, row in enumerate(FLOORS)
-        for j, (network, floor) in enumerate(row[3].items())
+        pytest.param(network, *row[:3], floor, marks=marks_of(network, row))
+        for row in FLOORS
+        for network, floor in row[3].items()
     ],
 )
 def test_floor(

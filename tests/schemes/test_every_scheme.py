@@ -11,7 +11,7 @@ import timm
 import torch
 from support.lived_in_networks import batchnorms, distance, run, step
 from support.narrow_networks import RESNETS, applied, skeleton, source
-from support.sampled_tables import crossed, sampled
+from support.sampled_tables import crossed, quick, sampled
 from support.scheme_rows import EXACT, ROWS, Row
 from torch import Tensor, fx, nn
 
@@ -231,7 +231,9 @@ def test_compile_without_graph_breaks(row: Row) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("arch", ["seresnet18", "resnetv2_18"])
+@pytest.mark.parametrize(
+    "arch", quick(["seresnet18", "resnetv2_18"], ["seresnet18"], pytest.mark.long)
+)
 def test_compile_to_machine_code(arch: str) -> None:
     own = case(arch, ROWS[1])
     torch._dynamo.reset()

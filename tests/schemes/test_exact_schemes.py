@@ -51,7 +51,7 @@ def has_layers(model: nn.Module, *kinds: type) -> bool:
 
 
 @new
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_round_trip_to_folded(scheme: str, options: dict[str, Any]) -> None:
     """bn -> X -> folded: the function to 1e-12 in float64 and 1e-5 in float32, and nothing of X is
     left.

@@ -184,7 +184,7 @@ def test_gradients_per_sample(arch: str, target: tuple[str, dict[str, Any]], opa
     TARGETS,
     ids=lambda row: "-".join(map(str, row)) if isinstance(row[1], str) else named(row),
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_the_function_is_that_of_the_scheme(
     network: tuple[str, str], target: tuple[str, dict[str, Any]]
 ) -> None:

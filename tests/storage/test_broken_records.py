@@ -134,6 +134,7 @@ FIELDS = (
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "arch.name", "arch.kwargs", "arch.builder"])
+@pytest.mark.one_in(3)
 def test_every_field_of_a_header_is_looked_at(converted: Path, tmp_path: Path, field: str) -> None:
     """Whatever stands there: a network, or a refusal, which the command line says in a line."""
     shutil.copytree(converted, tmp_path / "broken")

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.lived_in_networks import batchnorms, distance, lived_in, run
 from support.model_sources import rewrite
+from support.sampled_tables import quick
 from torch import nn
 
 import normswap
@@ -46,7 +47,10 @@ def images() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("to", "options", "kind"),
-    [("groupnorm", {"relative_eps": 0}, "GroupNorm"), ("dyt", {}, "DynamicTanh")],
+    [
+        ("groupnorm", {"relative_eps": 0}, "GroupNorm"),
+        pytest.param("dyt", {}, "DynamicTanh", marks=pytest.mark.slow),
+    ],
 )
 def test_unfold_of_another_kind_of_norm_is_refused(
     to: str, options: dict[str, float], kind: str, tmp_path: Path
@@ -254,7 +258,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "norms.safetensors"])
+@pytest.mark.parametrize(
+    "name", quick(["model.safetensors", "norms.safetensors"], ["norms.safetensors"])
+)
 def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) -> None:
     """In the tensor that it is in, unless that has NaN or inf then."""
     whole = (written / name).read_bytes()

@@ -21,6 +21,7 @@ from support.command_line import as_documented
 from support.hub_server import hub_server, use_hub
 from support.lived_in_networks import lived_in
 from support.model_sources import write_folder
+from support.sampled_tables import crossed
 from torch import nn
 
 import normswap
@@ -113,7 +114,7 @@ def test_there_and_back(
     ("to", "options"),
     [
         ("unfold", {}),
-        ("groupnorm", {"groups": 32, "relative_eps": 0}),
+        pytest.param("groupnorm", {"groups": 32, "relative_eps": 0}, marks=pytest.mark.slow),
         ("groupnorm", {"relative_eps": 0}),
     ],
 )
@@ -215,9 +216,11 @@ def _directory(file: Path) -> None:
     file.mkdir()
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "replace", [_link_out, _link_to_the_same, _dangling_link, _pipe, _directory]
+@crossed(
+    "replace, name",
+    [_link_out, _link_to_the_same, _dangling_link, _pipe, _directory],
+    FILES,
+    ids=lambda row: row if isinstance(row, str) else row.__name__,
 )
 def test_what_is_no_file_of_the_directory_itself_is_not_pushed(
     source: nn.Module,

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from PIL import Image
+from support.sampled_tables import quick
 from support.small_trainings import network, recipe, train, weights, write_images
 from timm.data import create_transform
 from torch import Tensor, nn
@@ -380,7 +381,7 @@ def by_hand(model: nn.Module, x: Tensor, y: Tensor, updates: int) -> None:
                 p -= lr * (gradient + 0.9 * speed[name])
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("accumulate", quick([1, 4], [4]))
 def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) -> None:
     from PIL import Image
 

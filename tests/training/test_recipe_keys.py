@@ -138,7 +138,7 @@ def before(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("key", CHANGES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_another_value_is_another_run(images: Path, tmp_path: Path, before: Any, key: str) -> None:
     start, value = CHANGES[key]
     assert run(images, tmp_path / "out", merged(start, nested(key, value))) != before(start)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.sampled_tables import quick
 from support.small_trainings import command, made, network, recipe, train, weights, write_images
 from torch import nn
 
@@ -92,7 +93,7 @@ def train_until(update: int, model: nn.Module, plan: Any, out: Path, **options: 
         train(model, plan, out, progress=kill, **options)
 
 
-@pytest.mark.parametrize("every", [None, 7])
+@pytest.mark.parametrize("every", quick([None, 7], [7]))
 def test_a_continued_run_ends_as_the_uninterrupted_one(
     images: Path, whole: Path, tmp_path: Path, every: int | None
 ) -> None:
@@ -282,6 +283,7 @@ def test_without_restarts_a_killed_process_ends_the_job(images: Path, tmp_path: 
         ({}, "fixup", r"the network's hash was .*"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_another_run_is_not_continued(
     images: Path, tmp_path: Path, parts: dict[str, Any], scheme: str, problem: str
 ) -> None:

@@ -81,6 +81,7 @@ def moments() -> list[Any]:
 
 @pytest.mark.parametrize(("step", "number"), moments())
 @pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.one_in(2)
 def test_a_run_killed_before_its_first_state_goes_on(
     step: str, number: int, resume: str | None, images: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_part_ends_well_in_a_dry_run(tmp_path: Path) -> None:
     run = subprocess.run(
         [HERE / "run.sh", tmp_path, "--dry"], capture_output=True, text=True, check=False
