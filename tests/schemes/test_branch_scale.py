@@ -132,6 +132,7 @@ def test_match_is_the_deviation_of_the_branch(arch: str) -> None:
         ("inv-sqrt-depth", None),
     ],
 )
+@pytest.mark.one_in(2)
 def test_resets(arch: str, alpha: str | float, expected: float | None) -> None:
     """The scalars start where asked. The branches are those of `match`, so only alpha differs."""
     model, x = source(arch)
@@ -230,6 +231,7 @@ def test_regularized_adds_dropout_and_biases(arch: str) -> None:
 
 @architectures
 @pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.one_in(2)
 def test_from_regularized_to_plain(arch: str, trained: bool) -> None:
     """The scalars stay as they are, their biases go into the branch, the dropout goes."""
     model, x = source(arch)

@@ -67,6 +67,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 @everywhere
+@pytest.mark.one_in(2)
 def test_a_symbolic_trace_is_the_network(arch: str, row: Row) -> None:
     """As `torch.fx` fuses, quantizes or cuts networks of torch's own layers."""
     own = case(arch, row)
@@ -74,6 +75,7 @@ def test_a_symbolic_trace_is_the_network(arch: str, row: Row) -> None:
 
 
 @everywhere
+@pytest.mark.one_in(2)
 def test_edits_have_no_order(arch: str, row: Row) -> None:
     own = case(arch, row)
     expected = own.result.state_dict()
@@ -104,6 +106,7 @@ def test_source_is_never_touched(arch: str, row: Row) -> None:
 
 
 @everywhere
+@pytest.mark.one_in(2)
 def test_timm_methods_live_on(arch: str, row: Row) -> None:
     own = case(arch, row)
     result = twin(arch, row)
@@ -169,7 +172,7 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
 
 
 @exact_everywhere
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
     """After training alpha is anything: negative, zero, small; whatever comes next keeps that
     function.

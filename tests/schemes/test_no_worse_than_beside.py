@@ -92,6 +92,7 @@ TARGETS = {
     "row", [Row("groupnorm", {"group_size": 2}), Row("layernorm"), Row("dyt")], ids=str
 )
 @pytest.mark.parametrize("name", SIX)
+@pytest.mark.one_in(3)
 def test_what_a_fit_compares_with_is_the_source(name: str, row: Row) -> None:
     """Before and after the factors are chosen, on leaves and on images; they do something."""
     model = source(name, 0)

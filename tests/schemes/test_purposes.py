@@ -209,6 +209,7 @@ def test_the_function_is_that_of_the_scheme(
 
 
 @pytest.mark.parametrize("target", quick(TARGETS, DEFAULTS), ids=named)
+@pytest.mark.one_in(2)
 def test_federated_training_changes_parameters_only(target: tuple[str, dict[str, Any]]) -> None:
     to, options = target
     model = normswap.convert(

@@ -57,6 +57,7 @@ def features(model: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", EXACT)
+@pytest.mark.one_in(2)
 def test_exact(name: str) -> None:
     model, x = small(name)
     _, builder = step(model, "rmsnorm")
@@ -90,6 +91,7 @@ def test_exact(name: str) -> None:
         *((name, "folded") for name in ("vit", "swin", "convnext")),
     ],
 )
+@pytest.mark.one_in(2)
 def test_laws(name: str, scheme: str) -> None:
     """Edits have no order, a plan replays on a fresh skeleton, gradients reach all parameters."""
     model, x = small(name)

@@ -352,6 +352,7 @@ def test_what_keeps_samples_apart_passes(name: str, purpose: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED_LAYERS)
+@pytest.mark.one_in(2)
 def test_layers_of_torch_that_opacus_refuses(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are named with Opacus' own layer, also where Opacus is not installed."""
     make, path, layer = REFUSED_LAYERS[kind]
@@ -381,6 +382,7 @@ def test_opacus_own_validator_is_asked_last(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("form", OUTPUTS)
+@pytest.mark.one_in(2)
 def test_outputs_of_any_form(form: str) -> None:
     make, named = OUTPUTS[form]
     if named is None:
@@ -393,6 +395,7 @@ def test_outputs_of_any_form(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", INPUTS)
+@pytest.mark.one_in(2)
 def test_inputs_of_any_form(form: str) -> None:
     x = INPUTS[form]()
 
