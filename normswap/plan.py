@@ -227,6 +227,10 @@ class Plan:
 
     steps: tuple[Step, ...] = ()
 
+    def __deepcopy__(self, memo: object) -> Plan:
+        """Return the plan itself, which never changes: copies of a network share it."""
+        return self
+
     def then(self, step: Step) -> Plan:
         """Return the plan with one more step at its end."""
         return Plan((*self.steps, step))
@@ -236,7 +240,7 @@ class Plan:
         """The edits of all steps, in order."""
         return tuple(itertools.chain.from_iterable(step.edits for step in self.steps))
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON without the outcomes.
 

@@ -114,7 +114,7 @@ def prepared(model: nn.Module, seed: int) -> tuple[nn.Module, Tensor]:
     return lived_in(model, seen, seed), x
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(program=programs, seed=st.integers(0, 3))
 def test_folding_is_exact(program: Program, seed: int) -> None:
     model, x = prepared(program, seed)
@@ -165,7 +165,7 @@ def test_a_layer_that_writes_into_what_it_reads(named: int, refused: bool) -> No
         assert distance(run(model, x.clone()), run(result, x.clone())) <= 1e-10
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(program=programs, seed=st.integers(0, 3))
 def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:
     model, x = prepared(program, seed)

@@ -7,7 +7,6 @@ As a script it is one process of a run:
 """
 
 import argparse
-import copy
 import functools
 import json
 import os
@@ -25,6 +24,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import normswap
+from normswap.copying import duplicate
 from normswap.training.engine import Result, TrainingProgress, finetune
 from normswap.training.recipe import Recipe
 
@@ -47,7 +47,7 @@ def write_images(
 
 def network(scheme: str = "batchnorm", *, double: bool = False, **options: Any) -> nn.Module:
     """A tiny ResNet for images of 32 px, converted to the scheme."""
-    model = copy.deepcopy(made(scheme, **options))
+    model = duplicate(made(scheme, **options), {})
     return model.double() if double else model
 
 
