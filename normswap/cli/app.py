@@ -15,7 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
 from types import TracebackType
 from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
@@ -24,13 +24,14 @@ import typer
 import typer.core
 
 import normswap
-from normswap.cli import commands
+from normswap.cli import commands, early_checks
 from normswap.cli.terminal import (
     abandon_stdout,
     open_standard_streams,
     remark,
     say,
     say_aside,
+    say_json,
 )
 from normswap.errors import (
     LeftBehindNote,
@@ -115,6 +116,7 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
 
     @functools.wraps(run)
     def flattened(**options: object) -> int | None:
+        early_checks.check(options)
         for name, record in records.items():
             values = {field.name: options.pop(field.name) for field in _given(record)}
             options[name] = record(**values)
@@ -210,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.excepthook = _print_traceback
         argv = sys.argv[1:]
     arguments = list(argv)
-    fail = _fail
+    fail = _fail_as_json if "--json" in arguments else _fail
     if "--debug" in arguments:
         arguments.remove("--debug")
         fail = _fail_with_traceback
@@ -224,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
-        return fail(error.format_message())  # type: ignore[attr-defined]
+        return fail(_usage(error))
     except WrongResultError as error:
         fail(str(error))
         return 1
@@ -265,6 +267,26 @@ def _notes_on_stderr() -> Iterator[None]:
 def _fail(message: str) -> int:
     say_aside(f"error: {' '.join(message.split())}")
     return 2
+
+
+def _fail_as_json(message: str) -> int:
+    """Print an error as JSON on stdout, for programs, and as a line on stderr; return 2."""
+    code = _fail(message)
+    # Who reads the JSON may be gone; the line on stderr has said it.
+    with suppress(OSError):
+        say_json({"error": " ".join(message.split())})
+    return code
+
+
+def _usage(error: Any) -> str:
+    """Return a sentence about words that no command takes, with an example if one is missing."""
+    message = str(error.format_message())
+    context = getattr(error, "ctx", None)
+    name = getattr(context, "info_name", None)
+    if not message.startswith("Missing") or name not in commands.SUMMARIES:
+        return message
+    module = importlib.import_module(f"{commands.__name__}.{name}_command")
+    return f"{message} For example: normswap {module.EXAMPLES[0]}"
 
 
 def _fail_with_traceback(message: str) -> int:

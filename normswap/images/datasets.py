@@ -44,14 +44,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from normswap import shipped
 from normswap.errors import OptionError, SourceError, first_few, first_line, quiet, spelled
-from normswap.images import array_files
+from normswap.images import array_files, places
 from normswap.models import network_input, preprocessing
 from normswap.models.hub import Cfg
 from normswap.models.modes import undisturbed
 
 TRAIN = ("train", "training")
 VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
-PREFIXES = ("torch", "hfds", "hfids", "tfds", "wds")
 # Calibration takes at most so many images, unless a number is given.
 _MOST_TO_CALIBRATE = 512
 _REMEDY = "Name the folders as the network names its classes, or give a CSV of files and labels"
@@ -391,13 +390,10 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
     if place is not None:
         name = ""
         root = str(place)
-    elif data.partition("/")[0].lower() in PREFIXES:
+    elif data.partition("/")[0].lower() in places.PREFIXES:
         name, _, root = data.partition(":")
     else:
-        raise SourceError(
-            f"{data} does not exist",
-            remedy=f"Other datasets start with {', '.join(PREFIXES)} and '/'.",
-        )
+        raise places.missing(data)
 
     try:
         # timm's readers print what they raise, too.

@@ -24,7 +24,7 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from normswap.errors import OptionError, SourceError
-from normswap.images import datasets
+from normswap.images import datasets, places as image_places
 from normswap.plan import Body
 from normswap.training.recipe import Augment, Data as DataPart
 
@@ -330,7 +330,7 @@ def places(data: DataPart) -> tuple[str, str | None]:
     root = Path(data.root)
     if not root.exists():
         # One name, such as hfds/user/name, stands for all parts of another package's dataset.
-        has_parts = data.root.partition("/")[0].lower() in datasets.PREFIXES
+        has_parts = data.root.partition("/")[0].lower() in image_places.PREFIXES
         return data.root, data.validation or (data.root if has_parts else None)
 
     training = datasets.part_named(root, datasets.TRAIN) or root

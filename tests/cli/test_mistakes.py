@@ -184,7 +184,7 @@ EARLY: list[Mistake] = [
     (
         "options of no source",
         None,
-        ("verify", "demo", "--weights", "random", "--arch", "x"),
+        ("verify", ".", "--weights", "random", "--arch", "x"),
         ("--weights and --arch without --against",),
     ),
     ("recipe not there", None, (*TRAIN, "nope"), ("no recipe", "normswap recipes")),
@@ -204,7 +204,7 @@ EARLY: list[Mistake] = [
         "a sweep without rates",
         None,
         ("sweep", "finetune_imagenet_skipinit"),
-        ("names no positive rates", "0.05,0.1"),
+        ("--lr is not given", "0.05,0.1"),
     ),
     ("no such format", None, ("export", "demo", "-o", "x.foo"), ("'.foo'", ".onnx")),
     (
@@ -229,7 +229,7 @@ EARLY: list[Mistake] = [
 ]
 LATE: list[Mistake] = [
     ("model is a link to nothing", dangling, ("inspect", "out"), ("unknown model 'out'",)),
-    ("nothing to push", None, ("push", "nope", "a/b"), ("nope has no model.safetensors",)),
+    ("nothing to push", None, ("push", "nope", "a/b"), ("nope does not exist",)),
     (
         "unknown model",
         None,

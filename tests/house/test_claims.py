@@ -91,11 +91,39 @@ def int8() -> str:
     return f"[{tenths(lost(worst, 'of ours'))}]"
 
 
+def int8_speed() -> str:
+    """How many times as fast ours is as the runtime's own, in ONNX Runtime."""
+    ratios = [number(row["tool / ours"]) for row in table("int8.md") if row["format"] == "onnx"]
+    assert len(ratios) == 5
+    elsewhere = [number(row["tool / ours"]) for row in table("int8.md") if row["format"] != "onnx"]
+    assert f"({min(elsewhere):.2f} to {max(elsewhere):.2f} times)" in README
+    return f"[{tenths(min(ratios))} to {tenths(max(ratios))} times]"
+
+
+def ended(way: str) -> dict[str, float]:
+    """Where a way ended, by task of after_training.md; its first row of a task counts."""
+    found: dict[str, float] = {}
+    for row in table("after_training.md"):
+        if row.get("way") == way and row["at the end"]:
+            found.setdefault(row["task"], number(row["at the end"]))
+    return found
+
+
+def test_batchnorm_in_eval_mode_ends_level_with_groupnorm_or_above() -> None:
+    in_eval = ended("BatchNorm in eval mode")
+    groupnorm = ended("groupnorm")
+
+    assert len(in_eval) == 8
+    assert all(in_eval[task] >= groupnorm[task] for task in in_eval)
+    assert "on all eight tasks measured that\n  allow it" in README
+
+
 CLAIMS: dict[str, Callable[[], str]] = {
     "timm networks": folded_timm,
     "networks of torchvision": folded_elsewhere,
     "CIFAR-10 test images": same_answers,
     "top-1 lost in int8 in ONNX Runtime": int8,
+    "speed of that int8 file": int8_speed,
 }
 
 

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from docs_pages import blocks_in
 from readme_commands import README, blocks, command
 
 from normswap import schemes
@@ -48,16 +49,21 @@ def test_shell_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_screen_prints_what_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Each output stands under its command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    lines = [line for line in blocks("bash")[1].splitlines() if line.startswith("normswap ")]
-    for line in lines:
-        assert main(shlex.split(line, comments=True)[1:]) == 0, line
-    printed = iter(capfd.readouterr().out.splitlines())
-    shown = blocks("text")[0].splitlines()
+    before_python, _, _ = README.read_text().partition("```python")
+    first_screen = blocks_in(before_python)[1:]
+    assert [block.language for block in first_screen] == ["bash", "text"] * 4
 
-    # Each line is looked for behind the last one, so the order is the same, too.
-    assert [line for line in shown if line not in printed] == []
+    for shell, shown in zip(first_screen[::2], first_screen[1::2], strict=True):
+        (line,) = shell.lines()
+        capfd.readouterr()
+        assert main(shlex.split(line, comments=True)[1:]) == 0, line
+
+        printed = iter(capfd.readouterr().out.splitlines())
+        # Each line is looked for behind the last one, so the order is the same, too.
+        assert [line for line in shown.text.splitlines() if line not in printed] == []
 
 
 def test_setup_commands() -> None:

@@ -78,6 +78,10 @@ def run(
     """
     from normswap.training import recipe_files, sweep as sweeps
 
+    if not varied.lr:
+        raise OptionError(
+            "--lr is not given", "a sweep compares learning rates", "For example: --lr 0.05,0.1"
+        )
     model, overrides = recipe_files.split(words or [])
     plan = recipe_files.load_recipe(recipe, overrides)
     rates = sweeps.parse_rates(varied.lr)
