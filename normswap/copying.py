@@ -53,6 +53,26 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer of a network by every name.
+
+    Unlike those in its state dict they are the network's own, whatever hooks a layer has, and
+    non-persistent buffers are among them.
+    """
+    named: dict[str, Tensor] = {}
+    for path, module in tree(model).items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                named[dotted(path, name)] = tensor
+    return named
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a network's state dict, without the extra state of its layers."""
+    state = model.state_dict()
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 def twin(model: Module) -> Module:
     """Return a copy in eval mode for one run; it has the parameters of `model` themselves."""
     copied = _copy(model, {}, _share_parameter, whole=False)
@@ -169,6 +189,15 @@ def _share_parameter(tensor: Tensor, memo: Memo) -> Tensor:
 
 def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
     """Return the copy of a parameter or buffer; one with a history is cut off from that."""
+    # An expanded tensor has one number in several places, and could not be written to.
+    is_expanded = tensor.layout is torch.strided and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if is_expanded and type(tensor) in (Tensor, nn.Parameter):
+        dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if isinstance(tensor, nn.Parameter):
+            dense = nn.Parameter(dense, tensor.requires_grad)
+        return dense
     try:
         copied: Tensor = copy.deepcopy(tensor, memo)
     # A subclass of Tensor may raise anything, and torch refuses a tensor with a history.

@@ -228,6 +228,10 @@ class WeightsNote(UserWarning):
     """A remark on weights that were read; the command line prints it for the user."""
 
 
+class NewHeadNote(WeightsNote):
+    """The head of a network is new, with random values."""
+
+
 class LeftBehindNote(UserWarning):
     """A remark on what a killed process left behind; the command line prints it for the user."""
 

@@ -28,6 +28,7 @@ class Provenance:
         pretrained_cfg: timm's record of images and classes (input_size, mean, std, interpolation,
             crop_pct, label_names ...).
         plan: Everything that was done since the bare architecture.
+        remarks: Sentences about the network as it was opened, for the notes of its conversion.
         norms: The tensors of every norm that was replaced, by their original dotted path.
     """
 
@@ -37,6 +38,7 @@ class Provenance:
     pretrained_cfg: Body = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     norms: dict[str, Tensor] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     @functools.cached_property
     def original_paths(self) -> tuple[str, ...]:
@@ -74,7 +76,8 @@ class Provenance:
             step: The step.
             norms: The tensors of the norms that the step replaced, by their path.
         """
-        return replace(self, plan=self.plan.then(step), norms={**self.norms, **norms})
+        plan = self.plan.then(step)
+        return replace(self, plan=plan, norms={**self.norms, **norms}, remarks=())
 
 
 def attach(model: nn.Module, record: Provenance) -> nn.Module:

@@ -14,12 +14,12 @@ y = skip + alpha f(x) this is the variance of f(x), before the scalar alpha of S
 shows whether f keeps the variance. `added_variance` is the average channel variance of alpha f(x).
 """
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
 
+from normswap import copying
 from normswap.calibration.channel_moments import ChannelMoments
 from normswap.errors import RefusedError, TraceError
 from normswap.graph.inspection import Anatomy, Block
@@ -149,7 +149,7 @@ def signal_propagation(
 
 def _without_running_statistics(model: nn.Module) -> nn.Module:
     """Return a copy whose BatchNorms normalize by the batch's statistics, even in eval mode."""
-    twin = copy.deepcopy(model)
+    twin = copying.duplicate(model, {})
     for site in sites_of(twin):
         if site.learns_statistics:
             for name in ("running_mean", "running_var"):
@@ -173,7 +173,7 @@ def awake(model: nn.Module) -> nn.Module:
     Such a parameter hides its branch from the plot. timm starts each branch with a last gamma, gain
     or `skipinit_gain` of 0; SkipInit may start from alpha = 0.
     """
-    twin = copy.deepcopy(model)
+    twin = copying.duplicate(model, {})
     for module in twin.modules():
         for name in _multipliers(module):
             value = getattr(module, name, None)

@@ -23,7 +23,6 @@ decay either (Brock et al. 2021, arXiv:2102.06171).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -31,7 +30,7 @@ from fnmatch import fnmatch
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
-from normswap import provenance
+from normswap import copying, provenance
 from normswap.errors import OptionError, TraceError, spelled
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import LINEAR
@@ -380,7 +379,7 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
 
     # The copy shares the tensors.
     tensors = [*model.parameters(), *model.buffers()]
-    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    twin = copying.duplicate(model, {id(tensor): tensor for tensor in tensors})
     for key, mean in record.norms.items():
         path, _, name = key.rpartition(".")
         if name == "running_mean":

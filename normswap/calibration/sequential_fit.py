@@ -14,7 +14,6 @@ are interpolated.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from timm.layers import DropPath
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from normswap import copying
 from normswap.calibration.channel_moments import ChannelLine
 from normswap.calibration.least_squares import Folds, regress
 from normswap.calibration.lockstep import Interpreter, Lockstep, Values
@@ -377,7 +377,7 @@ def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
     least-squares line.
     """
     # The line is fitted to the norm's map, so an activation or dropout in its class is taken out.
-    plain = copy.deepcopy(source).eval()
+    plain = copying.duplicate(source, {}).eval()
     for name in ("act", "drop"):
         if isinstance(getattr(plain, name, None), nn.Module):
             setattr(plain, name, nn.Identity())
@@ -397,7 +397,7 @@ def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
 
 def values_of(model: nn.Module) -> Values:
     """Return a copy of all parameters and buffers, which are what a fit may change."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor.detach().clone() for name, tensor in copying.tensors(model).items()}
 
 
 @torch.no_grad()
@@ -442,7 +442,7 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
         fitted: Its fitted tensors, by name.
         share: The share of the fit. Tensors of integers are the fitted ones unless it is 0.
     """
-    for name, tensor in model.state_dict().items():
+    for name, tensor in copying.tensors(model).items():
         if share in (0, 1) or not tensor.is_floating_point():
             tensor.copy_(fitted[name] if share else before[name])
             continue

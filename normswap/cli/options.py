@@ -368,7 +368,7 @@ def open_model(
             return devices.place(file.network(), device)
         model = devices.place(checkpoint.open_model(name, **asked), device)
 
-    remark(str(warning.message) for warning in caught if warning.category is WeightsNote)
+    remark(str(warning.message) for warning in caught if issubclass(warning.category, WeightsNote))
     return model
 
 

@@ -6,7 +6,6 @@ look wrong. The images are measured in parts. The differences between parts show
 drift that is not clearly larger is not reported.
 """
 
-import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from normswap import copying
 from normswap.calibration import channel_moments
 from normswap.diagnosis.answers import outputs, tells_images_apart
 from normswap.diagnosis.findings import (
@@ -464,7 +464,7 @@ def _may_be_frozen(case: Case) -> bool:
     if case.images is not None:
         return tells_images_apart(case)
 
-    model = copy.deepcopy(case.model)
+    model = copying.duplicate(case.model, {})
     norms = {site.path: model.get_submodule(site.path) for site in case.sites}
     try:
         moments = channel_moments.measure(model, norms, case.network.examples[:1]).moments

@@ -1,6 +1,5 @@
 """The records of a diagnosis: the network as the checks see it, a fault, and all faults."""
 
-import copy
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from normswap import provenance
+from normswap import copying, provenance
 from normswap.calibration import channel_moments, population
 from normswap.copying import doubled
 from normswap.diagnosis import weight_moments
@@ -189,7 +188,7 @@ class Case:
         cannot be measured is left out.
         """
         examples = self.network.examples[:1] if self.images is None else self.images.calls
-        model = copy.deepcopy(self.model)
+        model = copying.duplicate(self.model, {})
         norms = {site.path: model.get_submodule(site.path) for site in self.sites}
         try:
             moments = channel_moments.measure(model, norms, examples).moments
@@ -226,7 +225,7 @@ class Case:
 
     def renewed(self, calls: Sequence[Example]) -> nn.Module:
         """Return a copy of the network with the statistics of these images."""
-        model = copy.deepcopy(self.model)
+        model = copying.duplicate(self.model, {})
         population.estimate_population(model, calls)
         return model
 

@@ -1,13 +1,12 @@
 """Checks of the settings of norms (eps, momentum, modes, statistics) and of their places."""
 
-import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import fx, nn
 
-from normswap import provenance
+from normswap import copying, provenance
 from normswap.calibration import population
 from normswap.diagnosis.drift import contradicts_weights, measured_drifts
 from normswap.diagnosis.findings import (
@@ -153,7 +152,7 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
 
 def _with_eps(case: Case, eps: float) -> Case:
     """Return the case of a copy of the network in which every norm has this eps."""
-    model = copy.deepcopy(case.model)
+    model = copying.duplicate(case.model, {})
     for norm in population.norms_of(model).values():
         vars(norm.module)["eps"] = eps
     return replace(case, network=case.network.after(model))

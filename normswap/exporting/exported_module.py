@@ -5,7 +5,6 @@ Images and answers are in float32, whatever the dtype of the weights.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from normswap import copying
 from normswap.exporting.settings import Quantization
 from normswap.exporting.signature import Signature
 from normswap.graph.tracing import LINEAR
@@ -87,7 +87,7 @@ class Shipped(nn.Module):
 
         For float16, the outputs of its layers are rounded as well.
         """
-        twin = copy.deepcopy(self.network)
+        twin = copying.duplicate(self.network, {})
         for tensor in twin.parameters():
             tensor.copy_(tensor.to(dtype))
         for module in twin.modules():
@@ -137,7 +137,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
     def watch(layer: nn.Module) -> RemovableHandle:
         """Let each call of a layer note, per output channel, the mean of what rounding loses."""
         # This copy computes what rounding loses: its weight is the weight less the rounded weight.
-        losing = copy.deepcopy(layer)
+        losing = copying.duplicate(layer, {})
         levels: float = how.levels
         # Such a quantizer gives a 7-bit weight 63.5 steps on either side of 0, an 8-bit one 127.
         if halves and levels < 127:

@@ -5,7 +5,6 @@ The file is run in its own runtime, against the network, before it gets its name
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from normswap import schemes
+from normswap import copying, schemes
 from normswap.errors import OptionError, TraceError
 from normswap.exporting import checks, formats, sidecar
 from normswap.exporting.checks import Figures
@@ -283,11 +282,11 @@ def fold_for_export(network: Network) -> nn.Module:
             for module in model.modules()
         ):
             raise
-        return copy.deepcopy(model).eval()
+        return copying.duplicate(model, {}).eval()
 
     builder = schemes.get("folded").plan(anatomy)
     if not (builder.replacements or builder.linears or builder.refusals):
-        return copy.deepcopy(model).eval()
+        return copying.duplicate(model, {}).eval()
 
     result = carrying_out.carry_out(network, conversion.plan_step(anatomy, "folded")[0])
     merging = schemes.get("merged-branches")

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from normswap.errors import RefusedError, VerificationError, first_line
+from normswap.exporting import pt2_file
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, require_inside
 from normswap.exporting.settings import SAFE_BITS, Quantization
@@ -88,8 +90,12 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
         )
 
     network = contents.network
+    traced: nn.Module | ExportedProgram = network
+    # torch's exporter writes the names of layers into source code.
+    if pt2_file.has_keywords(network):
+        traced = pt2_file.traced(contents, network)
     program = torch.onnx.export(
-        network,
+        traced,
         contents.example,
         dynamo=True,
         verbose=False,

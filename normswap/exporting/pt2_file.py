@@ -8,6 +8,7 @@ passes it multiplies bytes, which saturates on x64 without VNNI, but not with we
 import copy
 import inspect
 import io
+import keyword
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.nn.utils import parametrize
 
+from normswap import copying
 from normswap.exporting.exported_module import FileContents
 from normswap.exporting.formats import Runs, counted, quietly, refusing
 from normswap.exporting.pt2_archive import read_pt2, rewritten_pt2
@@ -32,7 +34,7 @@ def write(contents: FileContents, file: Path) -> None:
     """See `formats.Format.write`."""
     network = contents.network
     if network.stored != network.dtype:
-        network = copy.deepcopy(network)
+        network = copying.duplicate(network, {})
         for module in [module for module in network.modules() if isinstance(module, LINEAR)]:
             module.weight.data = module.weight.data.bfloat16()
             parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
@@ -61,7 +63,35 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
         if node.target is _ATEN._assert_tensor_metadata.default:
             program.graph.erase_node(node)
 
+    _rename_keywords(program)
     return program
+
+
+def _rename_keywords(program: ExportedProgram) -> None:
+    """Rename, in place, the tensors of layers that are called by words of Python.
+
+    torch writes the names into source code, where `heads.class.weight` is no name.
+    """
+    signature = program.graph_signature
+    for spec in (*signature.input_specs, *signature.output_specs):
+        if spec.target is not None:
+            spec.target = _without_keywords(spec.target)
+    for tensors in (program.state_dict, program.constants):
+        renamed = {_without_keywords(name): tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+
+
+def _without_keywords(path: str) -> str:
+    """Return a dotted path in which an underscore follows each part that is a word of Python."""
+    parts = [f"{part}_" if keyword.iskeyword(part) else part for part in path.split(".")]
+    return ".".join(parts)
+
+
+def has_keywords(network: nn.Module) -> bool:
+    """Return whether a layer or tensor of the network is called by a word of Python."""
+    paths = [*copying.tree(network), *copying.tensors(network)]
+    return any(path != _without_keywords(path) for path in paths)
 
 
 def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from normswap import copying
 from normswap.calibration.synthetic_images import pink
 from normswap.errors import OptionError, TraceError, spelled
 from normswap.exporting import checks, formats, sidecar
@@ -73,7 +73,7 @@ class ExportRequest:
         """
         network = network_input.require_module(model)
         network_input.check_values(network)
-        source = copy.deepcopy(network).cpu().float().eval()
+        source = copying.duplicate(network, {}).cpu().float().eval()
         config = sidecar.config(source)
 
         drawn = inputs is None

@@ -7,7 +7,6 @@ biases from tables. The queries, keys and values that a transformer takes from (
 of five dimensions become slices of the last dimension. The values stay the same.
 """
 
-import copy
 import operator
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 
+from normswap import copying
 from normswap.errors import RefusedError
 from normswap.exporting import pt2_file
 from normswap.exporting.exported_module import FileContents
@@ -43,7 +43,7 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
         RefusedError: The tool reads neither. The reason is the one for the network itself.
     """
     try:
-        return convert(copy.deepcopy(contents.network))
+        return convert(copying.duplicate(contents.network, {}))
     except RefusedError as refusal:
         try:
             return convert(simpler(contents))
@@ -73,7 +73,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
     Raises:
         RefusedError: Torch.export cannot express the network.
     """
-    module = pt2_file.traced(contents, copy.deepcopy(contents.network)).module()
+    module = pt2_file.traced(contents, copying.duplicate(contents.network, {})).module()
     assert isinstance(module, fx.GraphModule)
     for node in list(module.graph.nodes):
         # Modules are torch's own checks of the inputs.

@@ -299,7 +299,8 @@ def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[
                 f"it follows cat, of {propagation.name(node)} among others, not of convolutions"
             )
         _check_only_user(builder, node)
-        yield node, (start, start + conv.out_channels)
-        start += conv.out_channels
+        outputs = conv.out_channels if conv.transposed else len(conv.weight)
+        yield node, (start, start + outputs)
+        start += outputs
     if start != channels:
         raise NotFoldable("it follows cat, not a convolution")

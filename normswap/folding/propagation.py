@@ -213,7 +213,7 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
     is_known = type(linear).forward in _LINEAR_FORWARDS and not own_forwards.is_patched(linear)
     if not is_replaced and not is_known and not own_forwards.computes(linear):
         raise NotFoldable(f"{path} ({type(linear).__name__}) has a forward of its own")
-    if is_replaced and not builder.anatomy.takes_part(path):
+    if not builder.anatomy.takes_part(path):
         raise NotFoldable(f"{path} ({type(linear).__name__}) is to stay as it is")
     if not is_replaced and parametrize.is_parametrized(linear):
         raise NotFoldable(f"{path} has a parametrized weight")

@@ -27,6 +27,7 @@ class DynamicTanh(PlannedLayer, OwnLayer):
     """y = act(weight * tanh(alpha * x) + bias), with one alpha; weight and bias are per channel."""
 
     NORMALIZES = True
+    PARTNER = "Whitened"
     ROLES = {"alpha": "tanh_alpha", "weight": GAMMA, "bias": "beta"}
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
@@ -131,7 +130,7 @@ class Folded(PlannedLayer):
         # Folding a weight of ones gives the factor of each weight.
         original = old.weight.clone()
         old.weight.fill_(1)
-        ones = copy.deepcopy(old).double()
+        ones = copying.duplicate(old, {}).double()
         factor = folded(ones, reads, like=old.weight, **fold_options).weight
 
         # A weight whose factor is 0 says nothing about the source: it keeps its original value.

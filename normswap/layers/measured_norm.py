@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from normswap import copying
 from normswap.layers.placeholders import Chain
-from normswap.layers.planned_layer import PlannedLayer
+from normswap.layers.planned_layer import NotNegative, PlannedLayer
 from normswap.layers.site_norm import SiteNorm, empty_like_norm
 
 
@@ -24,17 +24,24 @@ class MeasuredNorm(PlannedLayer):
     NAMES = {"weight": "inner.weight"}
 
     @classmethod
-    def replacing(cls, old: _ConvNd, *, like: Tensor, eps: float, momentum: float) -> Chain:
+    def replacing(cls, old: _ConvNd, *, like: Tensor, eps: NotNegative, momentum: float) -> Chain:
         """Return the convolution and a norm (statistics 0 and 1) that compute what `old` does."""
-        conv = copy.deepcopy(old)
+        conv = copying.duplicate(old, {})
         if isinstance(conv._parameters.get("bias"), nn.Parameter):
             conv.bias = None
 
-        norm = SiteNorm(conv.out_channels, eps=eps, momentum=momentum, ghost=0, act=None)
+        norm = SiteNorm(_outputs(conv), eps=eps, momentum=momentum, ghost=0, act=None)
         norm.to(empty_like_norm(old, like))
         chain = Chain(conv, norm)
         undo_after_conv(old, conv, norm)
         return chain
+
+
+def _outputs(conv: _ConvNd) -> int:
+    """Return the number of output channels, by the weight."""
+    if conv.transposed:
+        return int(conv.weight.shape[1]) * conv.groups
+    return len(conv.weight)
 
 
 @torch.no_grad()
@@ -53,12 +60,20 @@ def undo_after_conv(source: _ConvNd, conv: _ConvNd, norm: SiteNorm) -> None:
 
 
 @torch.no_grad()
-def undo_statistics(norm: nn.Module, shift: Tensor) -> None:
-    """Set gamma and beta of a BatchNorm, in place, so that it computes x + shift.
+def undo_statistics(norm: nn.Module, shift: Tensor, scale: Tensor | None = None) -> None:
+    """Set gamma and beta of a BatchNorm, in place, so that it computes scale * x + shift.
 
-    gamma = sqrt(var + eps) and beta = mean + shift, each (C,): the transform can be the identity
-    (Ioffe & Szegedy 2015, arXiv:1502.03167, section 3).
+    gamma = scale sqrt(var + eps) and beta = scale mean + shift, each (C,): the transform can be the
+    identity (Ioffe & Szegedy 2015, arXiv:1502.03167, section 3).
+
+    Args:
+        norm: The norm, whose statistics are kept.
+        shift: The number that is added to each channel (C,).
+        scale: The factor of each channel (C,). None means 1.
     """
     batchnorm = cast(SiteNorm, norm)
-    batchnorm.weight.copy_((batchnorm.running_var.double() + batchnorm.eps).sqrt())
-    batchnorm.bias.copy_(batchnorm.running_mean.double() + shift)
+    if scale is None:
+        scale = torch.ones_like(shift)
+    std = (batchnorm.running_var.double() + batchnorm.eps).sqrt()
+    batchnorm.weight.copy_(scale * std)
+    batchnorm.bias.copy_(scale * batchnorm.running_mean.double() + shift)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import product
 from typing import cast
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from normswap import copying
 from normswap.copying import doubled
 from normswap.layers.planned_layer import OwnLayer, PlannedLayer
 from normswap.plan import AbsorbMode, Absorption
@@ -67,7 +67,7 @@ class Merged(PlannedLayer):
             bias = scale * bias + shift
 
         dtype = like.dtype if like.dtype == torch.float64 else old.weight.dtype
-        new = copy.deepcopy(old).to(dtype)
+        new = copying.duplicate(old, {}).to(dtype)
         new.weight.copy_(weight)
         new.bias = nn.Parameter(bias.to(dtype), requires_grad=old.weight.requires_grad)
         return new

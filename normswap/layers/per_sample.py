@@ -10,7 +10,6 @@ An average sample has the population's statistics. For an average sample the Gro
 the BatchNorm's.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,10 +18,17 @@ import torch.nn.functional as F
 from timm.layers import GroupNormAct
 from torch import Tensor, nn
 
+from normswap import copying
 from normswap.copying import doubled
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.placeholders import Chain
-from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
+from normswap.layers.planned_layer import (
+    Count,
+    Linearity,
+    NotNegative,
+    OwnLayer,
+    PlannedLayer,
+)
 from normswap.layers.site_norm import SiteNorm, empty_like_norm
 from normswap.sites import affine
 from normswap.sites.known_norms import Pair
@@ -31,14 +37,16 @@ from normswap.sites.known_norms import Pair
 class GroupNorm(PlannedLayer):
     """torch's GroupNorm in place of a BatchNorm, or timm's GroupNormAct if it had an activation."""
 
+    PARTNER = "Rescaled"
+
     @classmethod
     def replacing(
         cls,
         old: nn.Module,
         *,
         like: Tensor,
-        groups: int,
-        eps: float | None = None,
+        groups: Count,
+        eps: NotNegative | None = None,
         lead: bool = False,
     ) -> nn.Module:
         """Return the GroupNorm that on an average sample computes what the BatchNorm does.
@@ -53,6 +61,7 @@ class GroupNorm(PlannedLayer):
                 Otherwise the convolution in front of the norm does so (`Rescaled`).
         """
         mean, var = affine.statistics(old)
+        _check_groups(len(mean), groups)
         scale, shift = affine.read_map(old)
         input_scale = torch.ones_like(mean)
         input_offset = torch.zeros_like(mean)
@@ -77,6 +86,12 @@ class GroupNorm(PlannedLayer):
         return with_lead(input_scale, input_offset, new, lead=lead)
 
 
+def _check_groups(channels: int, groups: int) -> None:
+    """Raise ValueError where channels cannot be parted into so many groups of one size."""
+    if channels % groups:
+        raise ValueError(f"{channels} channels have no {groups} groups of one size")
+
+
 def _empty_group_norm(old: nn.Module, *, like: Tensor, groups: int, eps: float) -> nn.Module:
     """Return a GroupNorm with the channels and activation of a norm; its values are not set yet."""
     channels = affine.statistics(old)[0].numel()
@@ -96,7 +111,9 @@ class Rescaled(PlannedLayer):
     """The convolution before a GroupNorm, scaled so that all groups have the same mean variance."""
 
     @classmethod
-    def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor, groups: int) -> Linearity:
+    def replacing(
+        cls, old: Linearity, norm: nn.Module, *, like: Tensor, groups: Count
+    ) -> Linearity:
         return rescaled(old, *leveling(norm, groups))
 
 
@@ -112,8 +129,8 @@ class Recentred(PlannedLayer):
         old: nn.Module,
         *,
         like: Tensor,
-        groups: int,
-        eps: float | None = None,
+        groups: Count,
+        eps: NotNegative | None = None,
         lead: bool = False,
     ) -> nn.Module:
         """Return the BatchNorm. Its arguments are documented at `GroupNorm.replacing`."""
@@ -121,7 +138,7 @@ class Recentred(PlannedLayer):
         if affine.is_registered(old):
             new: Any = SiteNorm.replacing(old, like=like)
         else:
-            new = copy.deepcopy(old)
+            new = copying.duplicate(old, {})
         if eps is None:
             return cast(nn.Module, new)
 
@@ -183,6 +200,7 @@ def leveling(norm: nn.Module, groups: int) -> tuple[Tensor, Tensor]:
     group of variance 0 is not scaled.
     """
     mean, var = affine.statistics(norm)
+    _check_groups(len(mean), groups)
     group_var = var.view(groups, -1).mean(1)
     group_scale = torch.where(group_var > 0, var.mean() / group_var, 1.0).sqrt()
     scale = group_scale.repeat_interleave(len(var) // groups)
@@ -191,7 +209,7 @@ def leveling(norm: nn.Module, groups: int) -> tuple[Tensor, Tensor]:
 
 def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:
     """Return a copy of a convolution that computes scale * y + offset, (C,) each, in place of y."""
-    new = copy.deepcopy(conv)
+    new = copying.duplicate(conv, {})
     new.weight.copy_(conv.weight.double() * per_filter(conv, scale))
     bias = scale * doubled(conv.bias, torch.zeros_like(scale)) + offset
     new.bias = nn.Parameter(bias.to(conv.weight), requires_grad=conv.weight.requires_grad)

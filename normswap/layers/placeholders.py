@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 
 import torch
 from torch import Tensor, nn
 
-from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
+from normswap import copying
+from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer, Share
 from normswap.sites.affine import copied_activation
 
 
@@ -91,7 +91,7 @@ class OutOfPlace(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> nn.Module:
-        return out_of_place(copy.deepcopy(old))
+        return out_of_place(copying.duplicate(old, {}))
 
 
 def out_of_place(module: nn.Module) -> nn.Module:
@@ -107,7 +107,7 @@ class WithBias(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: Linearity, *, like: Tensor) -> nn.Module:
-        new = copy.deepcopy(old)
+        new = copying.duplicate(old, {})
         if new.bias is None:
             channels = new.out_features if isinstance(new, nn.Linear) else new.out_channels
             new.bias = nn.Parameter(torch.zeros(channels).to(new.weight))
@@ -118,7 +118,7 @@ class Dropout(PlannedLayer):
     """Dropout before the classifier, as a Dropout module or as timm's number `drop_rate`."""
 
     @classmethod
-    def replacing(cls, old: nn.Module | float, *, like: Tensor, p: float) -> nn.Module | float:
+    def replacing(cls, old: nn.Module | float, *, like: Tensor, p: Share) -> nn.Module | float:
         return nn.Dropout(p) if isinstance(old, nn.Module) else p
 
 
@@ -140,8 +140,8 @@ class Dropped(PlannedLayer, Holder):
         return output
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor, p: float) -> Dropped:
-        return cls(copy.deepcopy(old), p)
+    def replacing(cls, old: nn.Module, *, like: Tensor, p: Share) -> Dropped:
+        return cls(copying.duplicate(old, {}), p)
 
 
 class Number(PlannedLayer):

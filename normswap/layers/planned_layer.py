@@ -9,8 +9,9 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
+from annotated_types import Ge, Le
 from torch import Tensor, fx, nn
 
 from normswap.errors import PlanError
@@ -24,6 +25,10 @@ from normswap.sites.own_layer import (
 
 # What can stand at a path. A dropout rate is a number, or None.
 Held: TypeAlias = nn.Module | nn.Parameter | float | None
+# What arguments of an edit may be; an edited plan is held to it (`surgery.edited_plans`).
+Count: TypeAlias = Annotated[int, Ge(1)]
+NotNegative: TypeAlias = Annotated[float, Ge(0)]
+Share: TypeAlias = Annotated[float, Ge(0), Le(1)]
 
 
 class PlannedLayer:
@@ -37,6 +42,8 @@ class PlannedLayer:
         NAMES: The (old, new) names of tensors that are renamed while they stay at the path.
         TENSORS: Whether the layer replaces a parameter and not a module.
         KEEPS_NORM: Whether a norm stands at the path afterwards.
+        PARTNER: The layer that an edit of the convolution before must place, with the same
+            `groups`, as only both together compute what stood there. Empty if there is none.
         OUTCOME: How a report marks the norm that stood there: `gone`, `scalar`, `bias`, `affine` or
             `replaced`.
     """
@@ -45,6 +52,7 @@ class PlannedLayer:
     NAMES: ClassVar[Mapping[str, str]] = {}
     TENSORS: ClassVar[bool] = False
     KEEPS_NORM: ClassVar[bool] = False
+    PARTNER: ClassVar[str] = ""
     OUTCOME: ClassVar[str] = "replaced"
 
     def __init_subclass__(cls, **options: object) -> None:

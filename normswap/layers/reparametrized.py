@@ -6,7 +6,6 @@ al. 2021, arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in
 parameters alone: in eval mode it is a constant, which can be stored instead ("baked").
 """
 
-import copy
 from collections import OrderedDict
 from typing import Protocol, cast
 
@@ -17,6 +16,7 @@ from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from normswap import copying
 from normswap.layers.planned_layer import GAMMA, Linearity, OwnLayer
 from normswap.sites.own_forwards import CONVOLUTIONS
 
@@ -191,7 +191,7 @@ def keeps_input_bias(module: nn.Module) -> bool:
 
 def plain(module: Linearity) -> Linearity:
     """Return a float64 layer of a plain class that equals a reparametrized one in eval mode."""
-    twin = copy.deepcopy(module).double().eval()
+    twin = copying.duplicate(module, {}).double().eval()
     weight_and_bias = _computed_tensors(twin)
 
     # The constructors of these classes differ, so the attributes are moved to a bare instance.

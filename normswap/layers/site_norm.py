@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict
+from typing import Annotated, TypeAlias, TypedDict
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normswap.layers.planned_layer import OwnLayer, PlannedLayer
+from normswap.layers.planned_layer import NotNegative, OwnLayer, PlannedLayer
 from normswap.plan import Body
 from normswap.sites import affine
 
 Floats: TypeAlias = Sequence[float] | None
-# Eps, momentum and number of batches of a norm that stood there before, as far as they are known.
-Record: TypeAlias = Body | None
+Deviations: TypeAlias = Sequence[NotNegative] | None
+
+
+class Record(TypedDict, total=False):
+    """The settings of a norm that stood there before, as far as they are known."""
+
+    eps: NotNegative
+    momentum: float | None
+    num_batches_tracked: float
 
 
 class Measured(TypedDict, total=False):
     """The keywords of `SiteNorm.replacing` that say what is known of a norm that is put back."""
 
     mean: Floats
-    std: Floats
-    settings: Record
+    std: Deviations
+    settings: Record | None
 
 
 _COPIED = ("weight", "bias", "running_mean", "running_var")
@@ -86,10 +94,10 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         old: nn.Module,
         *,
         like: Tensor,
-        ghost: int = 0,
+        ghost: Annotated[int, Ge(0)] = 0,
         mean: Floats = None,
-        std: Floats = None,
-        settings: Record = None,
+        std: Deviations = None,
+        settings: Record | None = None,
     ) -> SiteNorm:
         """Return the BatchNorm that computes what `old` does.
 
@@ -106,7 +114,12 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
             std: The measured deviation of the norm's input, per channel.
             settings: Eps, momentum and number of batches that the norm had before.
         """
-        recorded = {"eps": 1e-5, "momentum": 0.1, "num_batches_tracked": 0, **(settings or {})}
+        recorded: Body = {
+            "eps": 1e-5,
+            "momentum": 0.1,
+            "num_batches_tracked": 0,
+            **(settings or {}),
+        }
         eps = recorded["eps"]
         momentum = recorded["momentum"]
         is_measured = mean is not None and std is not None

@@ -168,6 +168,9 @@ class StandardizedConv(PlannedLayer):
 def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None) -> _ConvNd:
     """Return a standardized convolution with the settings of `conv`; its values are not set yet."""
     settings: dict[str, Any] = {name: getattr(conv, name) for name in _SETTINGS}
+    # Pruning by hand leaves the numbers that a layer states as they were.
+    settings["out_channels"] = conv.weight.shape[0]
+    settings["in_channels"] = conv.weight.shape[1] * conv.groups
     settings["bias"] = conv.bias is not None
     settings["device"] = conv.weight.device
     settings["dtype"] = conv.weight.dtype

@@ -18,6 +18,7 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrize
 
 from normswap import reading
+from normswap.copying import state_tensors
 from normswap.errors import PlanError, SourceError, first_line, quiet
 from normswap.models import hub
 from normswap.models.hub import Cfg
@@ -302,5 +303,5 @@ def _blueprint(model: nn.Module) -> tuple[object, ...]:
     # torch makes a class of its own for each parametrized layer.
     kind = parametrize.type_before_parametrizations
     layers = tuple((path, kind(layer), layer.extra_repr()) for path, layer in model.named_modules())
-    shapes = tuple((key, tuple(tensor.shape)) for key, tensor in model.state_dict().items())
+    shapes = tuple((key, tuple(tensor.shape)) for key, tensor in state_tensors(model).items())
     return layers, shapes

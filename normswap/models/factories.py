@@ -20,7 +20,7 @@ from normswap.layers.seeding import seeded
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built, make
 from normswap.models.hub import RECORDED, own_cfg
-from normswap.models.weight_files import check_finite
+from normswap.models.weight_files import check_network
 from normswap.plan import Arch
 
 
@@ -38,7 +38,7 @@ def build(name: str, request: BuildRequest) -> Built:
         preprocessing["num_classes"] = request.num_classes
 
     def pretrained() -> nn.Module:
-        check_finite(model.state_dict(), f"what {name} gives")
+        check_network(model, f"what {name} gives")
         return model
 
     return Built(model, arch, name, preprocessing, pretrained)

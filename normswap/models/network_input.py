@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normswap import provenance
 from normswap.copying import dotted
@@ -50,6 +51,13 @@ def check_values(model: nn.Module) -> None:
     """
     remedy = "Load the network's weights again"
     for name, tensor in _tensors(model):
+        if is_traceable_wrapper_subclass(tensor):
+            kind = type(tensor).__name__
+            raise SourceError(
+                f"{name} is no plain tensor but a {kind}",
+                "its layer was quantized, sharded or rounded to fewer bits",
+                "Convert the network as it was before, and do that to the result",
+            )
         if tensor.is_meta and not is_lazy(tensor):
             raise SourceError(f"{name} has no values", "it is on the meta device", remedy)
         if isinstance(tensor, nn.Parameter) and not is_lazy(tensor) and not is_finite(tensor):

@@ -24,7 +24,7 @@ from normswap.models.building import (
     make,
     rebuilds,
 )
-from normswap.models.weight_files import check_finite, load_into, read
+from normswap.models.weight_files import check_network, load_into, note_new_head, read
 from normswap.plan import Arch
 
 # Arguments of timm.create_model that would load weights or return something else than the named
@@ -160,7 +160,10 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
     with explained(SourceError, f"cannot get the weights of {source}"), quiet():
         model = timm.create_model(source, pretrained=True, **arguments).eval()
-    check_finite(model.state_dict(), source)
+    check_network(model, source)
+    classes = getattr(model, "num_classes", None)
+    if classes and cfg.get("num_classes") not in (None, classes):
+        note_new_head("the head", classes)
     return model
 
 

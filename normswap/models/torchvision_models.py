@@ -24,7 +24,7 @@ from normswap.layers.seeding import seeded
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_arguments, make
 from normswap.models.hub import crop_share
-from normswap.models.weight_files import State, check_finite, load_into
+from normswap.models.weight_files import State, load_into, note_new_head
 from normswap.plan import Arch
 
 _FORBIDDEN = ("weights_backbone", "progress", "quantize")
@@ -67,6 +67,7 @@ def build(name: str, request: BuildRequest) -> Built:
         state = _download(member, source)
         if fresh_head:
             state = _rehead(state, model, classes)
+            note_new_head("the head", arguments["num_classes"])
         load_into(model, state, source, {})
         return model
 
@@ -162,7 +163,6 @@ def _download(member: models.WeightsEnum, source: str) -> State:
         raise SourceError(
             f"no weights for {source}", f"{member.url}: {first_line(error)}", remedy
         ) from None
-    check_finite(state, source)
     return state
 
 

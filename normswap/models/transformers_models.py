@@ -26,7 +26,7 @@ from normswap.models.building import (
     make,
     rebuilds,
 )
-from normswap.models.weight_files import check_finite, listed
+from normswap.models.weight_files import check_network, listed, note_new_head
 from normswap.plan import Arch
 
 _FILES = (
@@ -242,5 +242,7 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
     }
     if any(wrong.values()):
         raise SourceError(f"the weights of {name} do not fit {arch.name}", listed(wrong))
-    check_finite(model.state_dict(), name)
+    check_network(model, name)
+    if fresh:
+        note_new_head("the head", model.config.num_labels)
     return model.eval()

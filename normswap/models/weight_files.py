@@ -5,18 +5,21 @@ import inspect
 import re
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from normswap.errors import SourceError, WeightsNote, first_few, first_line, quiet
+from normswap import copying
+from normswap.errors import NewHeadNote, SourceError, WeightsNote, first_few, first_line, quiet
 from normswap.models import safe_pickle
 from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
@@ -46,9 +49,26 @@ _FILTERS = (
 _BYTES_WORTH_THREADS = 8 * 2**20
 # The most levels that are unwrapped. In real files a state dict lies under one or two keys.
 _MOST_WRAPPERS = 8
+_STATISTICS = ("running_mean", "running_var")
+_Value = TypeVar("_Value")
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
 State = dict[str, Tensor]
+# The last part of the name under which torch keeps a layer's own extra state.
+EXTRA_STATE = "_extra_state"
+
+
+class StateDict(State):
+    """The tensors of a weights file, with the rest of what torch keeps in a state dict.
+
+    Attributes:
+        _metadata: What `load_state_dict` tells each layer, by its path: the version of the layer
+            that wrote the tensors, above all. None where the file does not say it.
+        extras: The extra state of layers that is no tensor, by its name in the state dict.
+    """
+
+    _metadata: dict[str, dict[str, object]] | None = None
+    extras: Mapping[str, object] = {}
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
@@ -99,10 +119,11 @@ def _hash_of_values(tensor: Tensor) -> bytes:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
 
 
-def read(file: Path) -> State:
+def read(file: Path) -> StateDict:
     """Return the state dict in a weights file, by clean names. No code in the file is run.
 
-    A warning says what the file holds beside the tensors that were taken.
+    A warning says what the file holds beside the tensors that were taken. Whether numbers are
+    finite is looked at where it is known which tensors are parameters (`load_into`).
 
     Args:
         file: A safetensors file, or one that `torch.save` wrote.
@@ -120,7 +141,6 @@ def read(file: Path) -> State:
         safe_pickle.check_sizes(state, file)
     except safe_pickle.OutgrownFileError as error:
         raise SourceError(f"{file} is not a readable weights file", str(error)) from None
-    check_finite(state, str(file))
     return state
 
 
@@ -130,6 +150,7 @@ def _content(file: Path) -> object:
     Raises:
         SourceError: The file cannot be read. The message gives the reason and what to do.
     """
+    _check_no_text(file)
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -156,6 +177,26 @@ def _content(file: Path) -> object:
         raise SourceError(f"{file} is not a readable weights file", why, remedy) from None
 
 
+def _check_no_text(file: Path) -> None:
+    """Raise SourceError for a text that stands in the place of a weights file, and say which."""
+    with file.open("rb") as opened:
+        begin = opened.read(2048).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+
+    if begin.startswith((b"<!doctype", b"<html", b"<?xml")):
+        remedy = "Fetch the file again: a server gave its page, such as an error or a login"
+        raise SourceError(f"{file} is no weights file", "it is a page of text: HTML", remedy)
+    if begin.startswith(b"version https://git-lfs"):
+        remedy = "Fetch the file itself: `git lfs pull`"
+        raise SourceError(f"{file} is no weights file", "it is a pointer of Git LFS", remedy)
+    if file.suffix == ".json" or begin.startswith((b'{"metadata"', b'{"weight_map"')):
+        why = "it is JSON"
+        remedy = "Name the file that holds the tensors"
+        if file.name.endswith(".index.json") or b'"weight_map"' in begin:
+            why = "it is the index of weights in several files, and holds no tensors itself"
+            remedy = "Write the tensors of all its files into one (safetensors), and name that"
+        raise SourceError(f"{file} is no weights file", why, remedy)
+
+
 def _check_plain_tensor(name: str, tensor: Tensor, file: Path) -> None:
     """Raise SourceError for a tensor that is no array of numbers in memory."""
     remedy = "Save what it was made from: plain tensors of numbers."
@@ -165,7 +206,7 @@ def _check_plain_tensor(name: str, tensor: Tensor, file: Path) -> None:
         raise SourceError(f"{file} holds a tensor without values", f"{name} is a meta tensor")
 
 
-def _unwrapped(content: object, file: Path) -> State:
+def _unwrapped(content: object, file: Path) -> StateDict:
     """Return the state dict in what a training script wrote.
 
     Its names are without what wrappers of a network put before them.
@@ -183,18 +224,37 @@ def _unwrapped(content: object, file: Path) -> State:
     strangers = [
         _shown_key(key)
         for key, value in content.items()
-        if not isinstance(value, Tensor) or not isinstance(key, str | int)
+        if not isinstance(key, str | int) or not (isinstance(value, Tensor) or _is_extra(str(key)))
     ]
     if strangers or not content:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {first_few(strangers)}")
 
-    state: State = {}
-    for key, tensor in content.items():
-        name = ".".join(attribute for attribute in str(key).split(".") if attribute not in _INSIDE)
-        if name in state:
+    state = StateDict()
+    extras: dict[str, object] = {}
+    for key, value in content.items():
+        name = _without_wrappers(str(key))
+        if name in state or name in extras:
             raise SourceError(f"{file} holds {name} twice", f"once as {key}")
-        state[name] = tensor
+        if isinstance(value, Tensor):
+            state[name] = value
+        else:
+            extras[name] = value
+
+    metadata = getattr(content, "_metadata", None)
+    if isinstance(metadata, Mapping):
+        state._metadata = {_without_wrappers(str(path)): told for path, told in metadata.items()}
+    state.extras = extras
     return state
+
+
+def _without_wrappers(name: str) -> str:
+    """Return the path of a layer or tensor without what wrappers of layers put into it."""
+    return ".".join(attribute for attribute in name.split(".") if attribute not in _INSIDE)
+
+
+def _is_extra(name: str) -> bool:
+    """Return whether a state dict has the extra state of a layer under this name."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
@@ -227,7 +287,7 @@ def _shown_key(key: object) -> str:
     return f"a {type(key).__name__}"
 
 
-def _without_prefix(state: State, bare: State) -> State:
+def _without_prefix(state: StateDict, bare: State) -> StateDict:
     """Return the tensors by names without what wrappers put before all of them.
 
     DDP and AveragedModel put `module.` there. Lightning puts the name of an attribute there, which
@@ -235,7 +295,7 @@ def _without_prefix(state: State, bare: State) -> State:
     """
     while not _fits(state, bare):
         firsts: set[str] = set()
-        shorter: State = {}
+        shorter = StateDict()
         for name, tensor in state.items():
             # The counter of AveragedModel stands beside the network.
             if name == "n_averaged":
@@ -247,8 +307,16 @@ def _without_prefix(state: State, bare: State) -> State:
         fit_better = len(shorter.keys() & bare.keys()) > len(state.keys() & bare.keys())
         if len(firsts) != 1 or "" in shorter or not (fit_better or firsts == {"module"}):
             break
+        if state._metadata is not None:
+            shorter._metadata = _below(state._metadata)
+        shorter.extras = _below(state.extras)
         state = shorter
     return state
+
+
+def _below(named: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return values by names without their first part."""
+    return {name.partition(".")[2]: value for name, value in named.items()}
 
 
 @contextmanager
@@ -264,6 +332,29 @@ def with_broken_statistics() -> Iterator[None]:
         _TAKES_BROKEN_STATISTICS.reset(token)
 
 
+def check_network(model: nn.Module, origin: str) -> None:
+    """Raise SourceError where a network's parameters or running statistics hold NaN or inf.
+
+    Args:
+        model: The network.
+        origin: The name of its source in the error.
+    """
+    _check_for(model, copying.state_tensors(model), origin)
+
+
+def _check_for(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
+    """Raise SourceError where tensors of a network must be finite, and are not.
+
+    A buffer may hold infinities or NaN, as masks and observers do; running statistics may not.
+    """
+    buffers = {name for name, tensor in copying.tensors(model).items() if _is_buffer(name, tensor)}
+    check_finite({name: state[name] for name in state if name not in buffers}, origin)
+
+
+def _is_buffer(name: str, tensor: Tensor) -> bool:
+    return not isinstance(tensor, nn.Parameter) and not name.endswith(_STATISTICS)
+
+
 def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
     """Raise SourceError, naming them, where tensors hold NaN or inf.
 
@@ -272,7 +363,7 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
         origin: The name of their file in the error.
     """
     bad = [name for name, tensor in state.items() if not _has_finite_numbers(name, tensor, origin)]
-    are_statistics = all(name.endswith(("running_mean", "running_var")) for name in bad)
+    are_statistics = all(name.endswith(_STATISTICS) for name in bad)
     if bad and not (are_statistics and _TAKES_BROKEN_STATISTICS.get()):
         remedy = "These weights are broken."
         if are_statistics:
@@ -307,20 +398,57 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     Raises:
         SourceError: Keys are missing or unexpected, or have other shapes. The message lists them.
     """
-    bare = model.state_dict()
-    state = _without_prefix(state, bare)
+    bare = copying.state_tensors(model)
+    named = state if isinstance(state, StateDict) else StateDict(state)
+    as_it_is = _without_prefix(named, bare)
+    state = as_it_is
     if not _fits(state, bare):
         state = _native(state, model)
         state = _restem(state, bare, origin, cfg)
         state = _rehead(state, bare, model, cfg)
+    _check_for(model, state, origin)
 
     _note_halves(state, bare, origin)
     architecture = getattr(model, "pretrained_cfg", {}).get("architecture", "the network")
-    check_fit(state, bare, origin, str(architecture))
     try:
-        model.load_state_dict(state)
+        check_fit(state, bare, origin, str(architecture))
+    except SourceError:
+        if not _mends_itself(model, as_it_is):
+            raise
+        return
+
+    # What was translated has other names than the file's record of its layers.
+    filled: dict[str, object] = OrderedDict({**state, **as_it_is.extras})
+    if state is as_it_is and as_it_is._metadata is not None:
+        filled._metadata = as_it_is._metadata  # type: ignore[attr-defined]
+    try:
+        model.load_state_dict(filled)
     except RuntimeError as error:
         raise SourceError(f"{origin} does not load", " ".join(str(error).split())) from None
+
+
+def _mends_itself(model: nn.Module, state: StateDict) -> bool:
+    """Return whether the network's own layers take a state dict with other names, and load it.
+
+    Layers may mend old checkpoints while they are loaded, by the version in the file's record.
+    """
+    own = copying.state_tensors(model)
+    shared = state.keys() & own.keys()
+    if any(
+        state[name].dtype.is_floating_point != own[name].dtype.is_floating_point for name in shared
+    ):
+        return False
+    if state.keys() == own.keys():
+        return False
+
+    filled: dict[str, object] = OrderedDict({**state, **state.extras})
+    filled._metadata = state._metadata  # type: ignore[attr-defined]
+    try:
+        model.load_state_dict(filled)
+    # The layers are the user's, and torch says so where names or shapes do not fit.
+    except Exception:
+        return False
+    return True
 
 
 def _note_halves(state: State, bare: State, origin: str) -> None:
@@ -391,6 +519,10 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
     if isinstance(heads, str):
         heads = (heads,)
 
+    classes = getattr(model, "num_classes", None)
+    if is_fresh and heads and classes:
+        note_new_head(heads[0], classes)
+
     adapted = dict(state)
     for head in heads:
         for name in (f"{head}.weight", f"{head}.bias"):
@@ -402,6 +534,17 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
             elif offset and name in adapted:
                 adapted[name] = adapted[name][offset:]
     return adapted
+
+
+def note_new_head(path: str, classes: int) -> None:
+    """Warn that the head of a network is new, with random values.
+
+    Args:
+        path: The path of the head, as far as it is known.
+        classes: The number of its classes.
+    """
+    note = f"{path}: new, random. The weights have another number of classes than {classes}"
+    warnings.warn(note, NewHeadNote, stacklevel=3)
 
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
@@ -445,9 +588,24 @@ def check_fit(
         return
 
     remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
-    if misfits["missing"] and not any(key.endswith("running_mean") for key in state):
+    if re.search(r"-\d+-of-\d+\.", origin):
+        remedy = "It is one of several files: write the tensors of all of them into one"
+    elif misfits["missing"] and not any(key.endswith("running_mean") for key in state):
         remedy = (
             "It was fused: open it as the network without BatchNorm; `--to batchnorm --like ARCH`"
             " goes back"
         )
+        if all(_has_its_gamma(key, state) for key in misfits["missing"]):
+            remedy = (
+                "It holds parameters alone, as an average of parameters does. Save"
+                " model.state_dict(), which has the running statistics, too; in Python,"
+                " load_state_dict(..., strict=False) and normswap.recalibrate measure them"
+            )
     raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)
+
+
+def _has_its_gamma(missing: str, state: Mapping[str, Tensor]) -> bool:
+    """Return whether a missing tensor is a statistic of a norm whose parameters are there."""
+    path, _, leaf = missing.rpartition(".")
+    is_statistic = leaf in (*_STATISTICS, "num_batches_tracked")
+    return is_statistic and copying.dotted(path, "weight") in state

@@ -3,15 +3,17 @@
 The kinds of sources are in `kinds`.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from normswap import provenance
-from normswap.errors import SourceError, spelled
+from normswap import copying, provenance
+from normswap.errors import NewHeadNote, SourceError, spelled
 from normswap.models import kinds
 from normswap.models.building import BuildRequest, Built, TooLargeError
 from normswap.models.preprocessing import (
@@ -80,7 +82,7 @@ def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
         with torch.device("meta"):
             built = build()
         model = network(built)
-        if _count_of_tensors(model) == len(model.state_dict()):
+        if _count_of_tensors(model) == len(copying.state_tensors(model)):
             model._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
             return built
     except TooLargeError:
@@ -168,8 +170,19 @@ def open_source(
     built: Built = builder.build(name, request)
     if not trained:
         return _carry(built, built.model, built.source, None)
-    model = built.pretrained()
-    return _carry(built, model, built.source, hash_tensors(model.state_dict()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NewHeadNote)
+        model = built.pretrained()
+    # The notes of a conversion say that a head is new; other warnings go on.
+    others = [each for each in caught if not issubclass(each.category, NewHeadNote)]
+    for warning in others:
+        warnings.warn(warning.message, warning.category, stacklevel=2)
+
+    sha256 = hash_tensors(copying.state_tensors(model))
+    carrying = _carry(built, model, built.source, sha256)
+    new = [str(each.message) for each in caught if issubclass(each.category, NewHeadNote)]
+    record = replace(provenance.of(carrying), remarks=tuple(new))
+    return provenance.attach(carrying, record)
 
 
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
@@ -178,7 +191,9 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     load_into(built.model, read(file), str(file), {})
     # The builder states the license of the trained weights, which these are not.
     built.preprocessing.pop("license", None)
-    return _carry(built, built.model, str(file.resolve()), hash_tensors(built.model.state_dict()))
+    return _carry(
+        built, built.model, str(file.resolve()), hash_tensors(copying.state_tensors(built.model))
+    )
 
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:

@@ -87,7 +87,14 @@ def _registered_moments(module: nn.Module) -> ReadPair | None:
 
 
 def channels(module: nn.Module) -> int:
-    """Return the number of channels of a norm, or 0 if the norm does not state it."""
+    """Return the number of channels of a norm, or 0 if the norm does not state it.
+
+    The statistics decide: pruning by hand leaves `num_features` as it was.
+    """
+    statistics_mean = module._buffers.get("running_mean")
+    if statistics_mean is not None and statistics_mean.ndim == 1:
+        return statistics_mean.numel()
+
     for name in ("num_features", "num_channels"):
         count = getattr(module, name, None)
         if isinstance(count, int):

@@ -10,7 +10,6 @@ running_var, each of one number per channel, is believed to be a BatchNorm if in
 float64, it computes y = weight (x - mean) / sqrt(var + eps) + bias with its own eps or a usual one.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from normswap import plugins
+from normswap import copying, plugins
 from normswap.errors import OptionError
 from normswap.sites.own_layer import OwnLayer
 
@@ -258,7 +257,7 @@ def measured_eps(module: nn.Module) -> float | None:
         return None
     # A foreign class may refuse to be copied.
     try:
-        norm = copy.deepcopy(module).double().eval()
+        norm = copying.duplicate(module, {}).double().eval()
     except Exception:
         return None
 

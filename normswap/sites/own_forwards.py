@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
+from normswap import copying
 from normswap.sites.known_norms import SCALES, is_near
 
 Linearity: TypeAlias = nn.Linear | nn.modules.conv._ConvNd
@@ -125,7 +126,7 @@ def computes(layer: nn.Module) -> bool:
 
     # On a float64 copy with random weights, no other computation gives the same output by chance.
     try:
-        twin = copy.deepcopy(layer).double().cpu().eval()
+        twin = copying.duplicate(layer, {}).double().cpu().eval()
         generator = torch.Generator().manual_seed(0)
         for parameter in twin.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))

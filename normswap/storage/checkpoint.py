@@ -8,15 +8,13 @@ beside its place and then renamed.
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import timm
 import torch
@@ -24,15 +22,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from normswap import provenance
+from normswap import copying, provenance
 from normswap.copying import dotted
 from normswap.errors import OutputError, PlanError, SourceError, first_few, first_line
 from normswap.models import hub, kinds, network_input, weight_files, zoo
 from normswap.models.records import image_record
-from normswap.models.weight_files import State
+from normswap.models.weight_files import StateDict
 from normswap.plan import Arch, Body
 from normswap.proof.verdict import Report
-from normswap.storage import atomic_write, header, model_card, network_folder
+from normswap.storage import atomic_write, header, layer_state, model_card, network_folder
 from normswap.storage.header import (
     Header,
     is_checkpoint as is_checkpoint,
@@ -183,18 +181,14 @@ def load(
 
     states = _read_tensors(place, file)
     state = states[WEIGHTS]
-    weight_files.check_finite(state, str(file))
 
     if skeleton is not None:
-        bare = copy.deepcopy(skeleton)
+        bare = _with_values(copying.duplicate(skeleton, {}), state)
     else:
         bare = _build_bare(place, record.arch, trusted=trust_factory)
-    # A buffer that the file lacks gets the widest dtype of the file, any other tensor its own.
-    dtype = _dtype(state)
-    model = applying.apply(bare, plan.steps)._apply(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
-    )
-    _take_dtypes(model, state)
+    model = applying.apply(bare, plan.steps)
+    _take_dtypes(model, state, record.unsaved)
+    layer_state.restore(model, state, record)
     weight_files.load_into(model, state, str(file), {})
     if not changed:
         _check_the_same(record, states, file)
@@ -214,18 +208,23 @@ def load(
     return provenance.attach(model, origin)
 
 
-def _read_tensors(place: Path, file: Path) -> dict[str, State]:
+def _read_tensors(place: Path, file: Path) -> dict[str, StateDict]:
     """Return the tensors of each file of a directory, or of a weights file, by the file's name."""
-    states = {WEIGHTS: weight_files.read(file)}
+    states: dict[str, StateDict] = {WEIGHTS: weight_files.read(file)}
     norms_file = file.with_name(NORMS)
 
     # A weights file under another name may stand beside the norms of another network.
     if place.is_dir() or (file.name == WEIGHTS and norms_file.is_file()):
-        states[NORMS] = weight_files.read(norms_file) if norms_file.is_file() else {}
+        states[NORMS] = StateDict()
+        if norms_file.is_file():
+            states[NORMS] = weight_files.read(norms_file)
+            # A norm without a momentum has NaN there (`affine.tensors`).
+            others = {n: t for n, t in states[NORMS].items() if not n.endswith("momentum")}
+            weight_files.check_finite(others, str(norms_file))
     return states
 
 
-def _check_the_same(record: Header, states: Mapping[str, State], file: Path) -> None:
+def _check_the_same(record: Header, states: Mapping[str, StateDict], file: Path) -> None:
     """Raise SourceError, naming the tensors, where a file has others than those that were saved."""
     for name, state in states.items():
         saved_hash = record.hashes.get(name)
@@ -274,9 +273,8 @@ def _write(
     folder: Path, model: nn.Module, record: provenance.Provenance, report: Report | None
 ) -> None:
     """Write the files of a network into a new folder."""
-    state = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
-    }
+    kept = layer_state.of(model)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.tensors.items()}
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
     files = {WEIGHTS: state}
     if norms:
@@ -300,7 +298,9 @@ def _write(
             "hashes": hashes,
             "tensors": tensor_hashes,
             "versions": {**versions, "python": platform.python_version()},
-        }
+            **kept.record(),
+        },
+        folder / WEIGHTS,
     )
     _save(state, folder / WEIGHTS, {"format": "pt", header.KEY: header_text})
     if norms:
@@ -372,19 +372,54 @@ def _build_bare(folder: Path, arch: Arch | None, *, trusted: bool) -> nn.Module:
     return zoo.skeleton(arch)
 
 
-def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give each parameter and buffer of the network the dtype that it has in the file."""
-    for path, module in nn.Module.named_modules(model):
+def _with_values(skeleton: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """Return the skeleton, in place, with zeros where it is on the meta device, to be filled.
+
+    Raises:
+        SourceError: A tensor has no values in the skeleton, nor in the file.
+    """
+    lost: list[str] = []
+    zeros: dict[int, Tensor] = {}
+    for path, module in copying.tree(skeleton).items():
+        unsaved = module._non_persistent_buffers_set
+        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in places:
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if name in unsaved:
+                    lost.append(dotted(path, name))
+                if id(tensor) not in zeros:
+                    zeros[id(tensor)] = torch.zeros_like(tensor, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        values = zeros[id(tensor)]
+                        zeros[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
+                tensors[name] = zeros[id(tensor)]
+
+    if lost:
+        why = "the skeleton is on the meta device, and the file does not hold such buffers"
+        raise SourceError(f"{first_few(lost)}: no values", why, "Build the skeleton on the CPU")
+    return skeleton
+
+
+def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor], unsaved: Mapping[str, str]) -> None:
+    """Give each parameter and buffer of the network the dtype that it had when it was saved.
+
+    Args:
+        model: The network.
+        state: The tensors of the file.
+        unsaved: The dtype of each buffer that the file does not hold, by its name.
+    """
+    for path, module in copying.tree(model).items():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                saved = state.get(dotted(path, name))
-                if tensor is None or saved is None or not tensor.is_floating_point():
+                if tensor is None or not tensor.is_floating_point():
                     continue
-                if saved.dtype != tensor.dtype and saved.is_floating_point():
-                    tensor.data = tensor.data.to(saved.dtype)
-
-
-def _dtype(state: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the widest floating-point dtype in the file, for buffers that the file lacks."""
-    floats = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    return functools.reduce(torch.promote_types, floats or {torch.float32})
+                full_name = dotted(path, name)
+                dtype = tensor.dtype
+                if full_name in state:
+                    dtype = state[full_name].dtype
+                elif full_name in unsaved:
+                    dtype = getattr(torch, unsaved[full_name])
+                if dtype != tensor.dtype and dtype.is_floating_point:
+                    tensor.data = tensor.data.to(dtype)

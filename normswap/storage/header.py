@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
 from safetensors import SafetensorError, safe_open
 
 from normswap import reading
-from normswap.errors import SourceError, first_line
+from normswap.errors import OutputError, PlanError, SourceError, first_line
 from normswap.models.records import ImageRecord, image_record, without_addresses
 from normswap.plan import Arch, Body, Plan
 from normswap.proof.verdict import Report
@@ -28,10 +28,14 @@ VERSION = 1
 # The key of the header in which the record stands.
 KEY = "normswap"
 
+# The dtypes of floating-point buffers, by their names.
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 _DAMAGED = "The file is damaged: get it again"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 ShortHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Word = Annotated[str, Field(max_length=10_000)]
+JsonText = Annotated[str, Field(max_length=1_000_000)]
+Scalar = str | int | float | bool | None
 
 
 class Header(BaseModel):
@@ -48,6 +52,11 @@ class Header(BaseModel):
         hashes: The hash of all tensors of a file, by the file's name.
         tensors: The hash of each tensor, by the file's name and its own. Older files have none.
         versions: The versions of the libraries that wrote it.
+        layers: What torch tells each layer when it loads its tensors, by its path: the version of
+            the layer that wrote them. Version 1 is left out. Older files have no such record.
+        extra_state: The extra state of layers that is no tensor, as JSON, by its name in the state
+            dict.
+        unsaved: The dtype of each floating-point buffer that is not saved, by its name.
         digest: The hash of all of the above. Older files have none.
     """
 
@@ -62,6 +71,9 @@ class Header(BaseModel):
     hashes: dict[Word, Sha256]
     tensors: dict[Word, dict[Word, ShortHash]] = {}
     versions: dict[Word, Word]
+    layers: dict[Word, dict[Word, Scalar]] | None = None
+    extra_state: dict[Word, JsonText] = {}
+    unsaved: dict[Word, Word] = {}
     digest: Sha256 | None = None
 
     @field_validator("pretrained_cfg", mode="before")
@@ -92,6 +104,21 @@ class Header(BaseModel):
         if WEIGHTS not in hashes:
             raise ValueError(f"there is no hash of {WEIGHTS}")
         return hashes
+
+    @field_validator("unsaved")
+    @classmethod
+    def _are_dtypes(cls, unsaved: dict[str, str]) -> dict[str, str]:
+        for name, dtype in unsaved.items():
+            if dtype not in FLOATS:
+                raise ValueError(f"{name} has no dtype of floating-point numbers: {dtype!r:.40}")
+        return unsaved
+
+    @field_validator("extra_state")
+    @classmethod
+    def _is_json(cls, extra_state: dict[str, str]) -> dict[str, str]:
+        for text in extra_state.values():
+            reading.parse_json(text, finite=False)
+        return extra_state
 
     @property
     def images(self) -> Body:
@@ -135,6 +162,18 @@ def read_header(place: Path) -> Header:
             "Name what `normswap convert` wrote; in Python, normswap.open(MODEL) takes any other"
         )
         raise SourceError(f"{file} was not written by normswap", "its header holds no plan", remedy)
+
+    record, header = _parsed(text, file)
+    _check_digests(record, header, place, file)
+    return header
+
+
+def _parsed(text: str, file: Path) -> tuple[Body, Header]:
+    """Return the record in a text, as JSON has it and as it is checked.
+
+    Raises:
+        SourceError: The record is damaged, or of a later version.
+    """
     try:
         record = reading.parse_object(text, finite=False)
         version = record.get("version")
@@ -147,9 +186,7 @@ def read_header(place: Path) -> Header:
         header = reading.validated(_reader(), _with_todays_names(record, text))
     except reading.UnreadableError as error:
         raise SourceError(f"{file}: the header cannot be read", str(error), _DAMAGED) from None
-
-    _check_digests(record, header, place, file)
-    return header
+    return record, header
 
 
 def _with_todays_names(record: Body, text: str) -> str:
@@ -223,10 +260,25 @@ def is_checkpoint(place: Path) -> bool:
     return KEY in (read_config(place) or {})
 
 
-def record_to_write(record: Mapping[str, object]) -> str:
-    """Return the text of a record that is to be saved, with its digest."""
+def record_to_write(record: Mapping[str, object], file: Path) -> str:
+    """Return the text of a record that is to be saved, with its digest.
+
+    Args:
+        record: The record.
+        file: The file that it will stand in, for the error.
+
+    Raises:
+        OutputError: The record could not be read again.
+    """
     plain = json.loads(json.dumps(record))
-    return json.dumps({**plain, "digest": digest_of(plain)})
+    text = json.dumps({**plain, "digest": digest_of(plain)})
+    try:
+        _, header = _parsed(text, file)
+        header.read_plan(file)
+    except (SourceError, PlanError) as error:
+        why = f"what is to be written could not be read again: {error.why or error}"
+        raise OutputError(f"cannot write {file.name}", why) from None
+    return text
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from timm import layers as timm_layers
 from torch import nn
+from torch.nn.utils import parametrize
 
 from normswap import copying, schemes
 from normswap.errors import PlanError, first_line
@@ -21,6 +22,7 @@ from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
 from normswap.models import calling
 from normswap.plan import Edit, Step
 from normswap.sites.site import site_of
+from normswap.surgery import deploying, learning
 
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
@@ -46,18 +48,18 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     Raises:
         PlanError: An edit names a path, a layer or an argument that does not exist.
     """
-    like = _like(model)
-    duplicate = copying.duplicate
-    if double:
-        like = like.double()
-        duplicate = copying.to_double
+    duplicate = copying.to_double if double else copying.duplicate
 
     memo: copying.Memo = {}
+    gone: list[str] = []
     attributes: list[tuple[str, object]] = []
     # Innermost paths come first: a layer that stays needs the replacements inside it.
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
+        like = _like(model, old, reads, double=double)
+        if double:
+            reads = _in_double(reads)
         if not isinstance(old, nn.Module):
             attributes.append((edit.path, _replacement(edit, old, reads, like)))
             continue
@@ -69,25 +71,54 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
         new = memo[id(original)] = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
-            new.train(original.training)
-            # A parameter that is frozen stays frozen in the layer that takes it over by name.
-            for name, parameter in new.named_parameters(recurse=False):
-                parameter.requires_grad &= getattr(
-                    getattr(original, name, None), "requires_grad", True
-                )
+            learning.follow(model, edit, original, reads, new)
+        if site_of(original).is_norm and not isinstance(new, type(original)):
+            gone.append(edit.path)
 
     result = duplicate(model, memo)
     for path, value in attributes:
         parent, _, name = path.rpartition(".")
         setattr(result.get_submodule(parent), name, value)
 
+    deploying.keep_as_deployed(result, gone)
     return result
 
 
-def _like(model: nn.Module) -> torch.Tensor:
-    """An empty tensor of the network's device and dtype."""
-    tensor = calling.anchor(model)
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+def _like(
+    model: nn.Module, old: Held, reads: Sequence[nn.Module], *, double: bool = False
+) -> torch.Tensor:
+    """Return an empty tensor with the dtype and device of what an edit replaces.
+
+    The first floating-point tensor of the replaced module decides, or of the modules that the edit
+    reads, or else the network's own (`calling.anchor`): parts of a network may have other dtypes.
+
+    Args:
+        model: The network.
+        old: What stands at the edit's path.
+        reads: The modules that the edit reads.
+        double: Whether the tensor is in float64 whatever they are.
+    """
+    tensors: list[torch.Tensor] = [old] if isinstance(old, nn.Parameter) else []
+    for module in (old, *reads):
+        if isinstance(module, nn.Module):
+            tensors += (*nn.Module.parameters(module), *nn.Module.buffers(module))
+
+    floats = (tensor for tensor in tensors if tensor.is_floating_point())
+    tensor = next(floats, None)
+    if tensor is None:
+        tensor = calling.anchor(model)
+    return torch.empty(0, dtype=torch.float64 if double else tensor.dtype, device=tensor.device)
+
+
+def _in_double(reads: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules, with a copy in float64 for each whose tensors are computed.
+
+    The other modules' tensors have the same values in every precision.
+    """
+    return [
+        copying.to_double(module) if parametrize.is_parametrized(module) else module
+        for module in reads
+    ]
 
 
 def doubles(
@@ -99,7 +130,6 @@ def doubles(
         For each replaced module a function that builds its replacement in float64, and the step's
         tensors in float64 by the identity of those they stand for.
     """
-    like = _like(model).double()
     depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}
 
@@ -107,6 +137,8 @@ def doubles(
     for edit in step.edits:
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
+        like = _like(model, old, reads, double=True)
+        reads = _in_double(reads)
         if isinstance(old, nn.Module):
             replacements[result.get_submodule(_now(edit.path, depths))] = partial(
                 _double, edit, old, reads, like
@@ -222,6 +254,14 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
     ]
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
+
+
+def placed(result: nn.Module, step: Step) -> dict[str, nn.Module]:
+    """Return the module that each edit of a step placed in the result, by the edit's path."""
+    depths = {edit.path: edit.depth for edit in step.edits}
+    modules = copying.tree(result)
+    now = {edit.path: _now(edit.path, depths) for edit in step.edits}
+    return {path: modules[place] for path, place in now.items() if place in modules}
 
 
 def _now(path: str, depths: Mapping[str, int]) -> str:

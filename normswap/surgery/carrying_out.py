@@ -19,7 +19,7 @@ from normswap.proof.verdict import Report
 from normswap.schemes import Chosen
 from normswap.schemes.scheme import FitTask
 from normswap.sites.site import site_of
-from normswap.surgery import applying
+from normswap.surgery import applying, learning
 from normswap.surgery.network import Batches, Network, calls_of
 
 
@@ -95,7 +95,11 @@ def carry_out(network: Network, step: Step) -> Conversion:
         network.after(result),
         report,
         {},
-        fitted.notes,
+        (
+            *network.provenance.remarks,
+            *fitted.notes,
+            *learning.notes(network.module, step.edits, applying.placed(result, step)),
+        ),
         tuple(applying.renames(network.module, step)),
     )
 

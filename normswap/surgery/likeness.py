@@ -18,9 +18,12 @@ from normswap.calibration import channel_moments
 from normswap.errors import RefusedError
 from normswap.folding.canonical_form import fold_norms
 from normswap.layers import measured_norm
+from normswap.layers.planned_layer import OwnLayer
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
 from normswap.proof import comparison, doubles, verdict
+from normswap.sites.known_norms import Pair
+from normswap.sites.site import Site, site_of
 from normswap.surgery import unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
@@ -57,15 +60,14 @@ def batchnorm_like(
     skeleton = unfolding.bare(network, module, arch)
     if network.inputs is None:
         skeleton = replace(skeleton, size=network.input_size)
-    shifts = _fill(network, skeleton)
-    norms: dict[str, Any] = {path: module.get_submodule(path) for path in shifts}
-    for path, shift in shifts.items():
-        norms[path].bias.copy_(shift)
+    maps = _fill(network, skeleton)
+    norms: dict[str, Any] = {path: module.get_submodule(path) for path in maps}
+    _undo_statistics(module, maps)
     measured = channel_moments.measure(module, norms, batches, network.progress)
     measured.store(norms)
-    _undo_statistics(module, shifts)
+    _undo_statistics(module, maps)
     precise = doubles.compare_double(
-        network, lambda: _undo_statistics(skeleton.doubled().module, shifts)
+        network, lambda: _undo_statistics(skeleton.doubled().module, maps)
     )
     report = comparison.compare(network, module, precise=precise)
     if report.unproved:
@@ -79,14 +81,15 @@ def batchnorm_like(
         )
         raise RefusedError(_ANOTHER, why)
 
-    notes = (f"the statistics of {len(shifts)} norms were measured on {measured.images} images",)
-    return Conversion(skeleton.after(module), report, dict.fromkeys(shifts, _MEASURED), notes)
+    notes = (f"the statistics of {len(maps)} norms were measured on {measured.images} images",)
+    return Conversion(skeleton.after(module), report, dict.fromkeys(maps, _MEASURED), notes)
 
 
 @torch.no_grad()
-def _undo_statistics(module: nn.Module, shifts: Mapping[str, Tensor]) -> nn.Module:
-    for path, shift in shifts.items():
-        measured_norm.undo_statistics(module.get_submodule(path), shift)
+def _undo_statistics(module: nn.Module, maps: Mapping[str, Pair]) -> nn.Module:
+    """Return the network, in which each norm, in place, computes its s x + t."""
+    for path, (scale, shift) in maps.items():
+        measured_norm.undo_statistics(module.get_submodule(path), shift, scale)
     return module
 
 
@@ -113,47 +116,90 @@ def _classes(network: Network) -> int:
     return 0 if arch is None else int(arch.kwargs.get("num_classes", 0))
 
 
-def _fill(network: Network, skeleton: Network) -> dict[str, Tensor]:
-    """Copy the tensors by name into the skeleton, and make every norm the identity.
+def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
+    """Copy tensors and extra state into the skeleton, and reset the statistics of its norms.
 
     Returns:
-        The bias (C,) of the convolution before each norm, by the norm.
+        The s and t, each (C,), of the map s x + t that each norm must compute, by its path: what
+        stands there in the network, after the bias of a convolution that has none in the skeleton.
     """
     traced = skeleton.anatomy.traced
-    tensors = network.module.state_dict()
+    tensors = copying.tensors(network.module)
 
-    shifts: dict[str, Tensor] = {}
+    maps: dict[str, Pair] = {}
     for path, norm in traced.modules.items():
         site = traced.site(path)
-        if not site.is_batchnorm or not site.called:
-            continue
+        if site.is_batchnorm and site.called:
+            _reset(path, norm)
+            maps[path] = _map_at(network.module, site)
 
-        if norm.weight is None or norm.running_mean is None:
-            why = f"{path} has no gamma and beta, or no running statistics"
-            raise RefusedError("the norms of that architecture cannot be the identity", why)
-
-        norm.reset_running_stats()  # type: ignore[operator]
-        norm.weight.fill_((1.0 + site.eps) ** 0.5)  # type: ignore[operator]
-        norm.bias.zero_()  # type: ignore[union-attr,operator]
-        shifts[path] = torch.zeros(site.channels, dtype=torch.float64, device=skeleton.device)
-
-    for name, tensor in skeleton.module.state_dict().items():
+    state = copying.state_tensors(skeleton.module)
+    for name, tensor in copying.tensors(skeleton.module).items():
         path, _, leaf = name.rpartition(".")
-        if path in shifts:
+        if path in maps:
             continue
         if leaf == "bias" and name not in tensors:
             tensor.zero_()
-        elif name not in tensors or tensors[name].shape != tensor.shape:
-            raise RefusedError(_ANOTHER, f"it has no {name} of size {tuple(tensor.shape)}")
-        else:
+        elif name in tensors and tensors[name].shape == tensor.shape:
             tensor.copy_(tensors[name])
+        # A buffer that is not saved is the skeleton's own.
+        elif name in state:
+            raise RefusedError(_ANOTHER, f"it has no {name} of size {tuple(tensor.shape)}")
+    _copy_extra_state(network.module, skeleton.module)
 
-    places = skeleton.module.state_dict().keys()
     for edit in fold_norms(skeleton.anatomy).edits():
         after = [read for read in edit.absorbed if read[1].way is AbsorbMode.AFTER]
         name = f"{edit.path}.bias"
-        if name in tensors and name not in places and len(after) == 1:
+        if name in tensors and name not in state and len(after) == 1:
             ((norm_path, absorption),) = after
-            shifts[norm_path][absorption.channels] += tensors[name].double()
+            scale, shift = maps[norm_path]
+            bias = tensors[name].double()
+            shift[absorption.channels] += scale[absorption.channels] * bias
 
-    return shifts
+    return maps
+
+
+def _reset(path: str, norm: nn.Module) -> None:
+    """Give a norm the statistics of no images, in place: mean 0 and variance 1.
+
+    Raises:
+        RefusedError: The norm has no gamma and beta, or no running statistics.
+    """
+    names = ("weight", "bias", "running_mean", "running_var")
+    tensors: list[Any] = [getattr(norm, name, None) for name in names]
+    if any(tensor is None for tensor in tensors):
+        why = f"{path} has no gamma and beta, or no running statistics"
+        raise RefusedError("the norms of that architecture cannot be the identity", why)
+
+    _, _, mean, var = tensors
+    mean.zero_()
+    var.fill_(1)
+    count = getattr(norm, "num_batches_tracked", None)
+    if isinstance(count, Tensor):
+        count.zero_()
+
+
+def _map_at(model: nn.Module, norm: Site) -> Pair:
+    """Return s and t, each (C,), of what stands in the network where the norm is to stand.
+
+    Where nothing is left of the norm that is the identity.
+    """
+    device = norm.module.get_buffer("running_mean").device
+    ones = torch.ones(norm.channels, dtype=torch.float64, device=device)
+
+    now = copying.tree(model).get(norm.path)
+    is_map = isinstance(now, OwnLayer) and now.AFFINE and now.PER_CHANNEL
+    if now is None or not (is_map or site_of(now).is_affine_norm):
+        return ones, torch.zeros_like(ones)
+    scale, shift = site_of(now).scale_and_shift
+    return scale.to(device) * ones, shift.to(device) * ones
+
+
+def _copy_extra_state(source: nn.Module, target: nn.Module) -> None:
+    """Give the layers of a network, in place, the extra state of those of another."""
+    usual = nn.Module.get_extra_state
+    modules = copying.tree(source)
+    for path, module in copying.tree(target).items():
+        same = modules.get(path)
+        if type(module).get_extra_state is not usual and type(same) is type(module):
+            module.set_extra_state(same.get_extra_state())  # type: ignore[union-attr]

@@ -65,7 +65,9 @@ class _Calls:
         self.form = form
 
     def __iter__(self) -> Iterator[Example]:
-        return (self.form.read(batch)[0] for batch in self.batches)
+        # Images that require a gradient are images all the same.
+        calls = (self.form.read(batch)[0] for batch in self.batches)
+        return (call.map(Tensor.detach) for call in calls)
 
     def __length_hint__(self) -> int:
         return operator.length_hint(self.batches)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from normswap import provenance
+from normswap import copying, provenance
 from normswap.copying import dotted
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
@@ -56,7 +56,7 @@ def unfold(network: Network) -> Network:
 
     source = bare(network, zoo.create(arch).to(next(network.module.parameters())), arch)
     canonical = _canonical(network)
-    state = source.module.state_dict()
+    state = copying.tensors(source.module)
     tensors = _tensors(canonical)
     _leave_out(source.module, tensors.keys() | record.norms.keys())
     _copy(state, tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import threading
@@ -18,7 +17,7 @@ from timm.layers import convert_sync_batchnorm
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from normswap import provenance
+from normswap import copying, provenance
 from normswap.errors import NormswapError, OptionError, RecipeError, SourceError, require_packages
 from normswap.images import datasets
 from normswap.models import devices, network_input
@@ -71,7 +70,7 @@ class Subject:
     def blank(self) -> nn.Module:
         """Return a copy that has its architecture on record, so that no save searches for it."""
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
-        return provenance.attach(copy.deepcopy(self.module), record)
+        return provenance.attach(copying.duplicate(self.module, {}), record)
 
     def preprocessing(self, side: int | None) -> Body:
         """Return the record of how the network takes images.
@@ -96,7 +95,7 @@ class Subject:
         if distill.teacher != "source":
             return checkpoint.open_model(distill.teacher, named=False)
         if self.source is not self.module or not self.network.provenance.plan.steps:
-            return copy.deepcopy(self.source)
+            return copying.duplicate(self.source, {})
 
         # The network was converted before, and knows what it was made from.
         module = self.module
@@ -368,7 +367,9 @@ class Task:
             self.classes = getattr(subject.module, "num_classes", None)
 
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
-        self.raw = copy.deepcopy(subject.module).to(engine.device).to(memory_format=self.layout)
+        self.raw = (
+            copying.duplicate(subject.module, {}).to(engine.device).to(memory_format=self.layout)
+        )
         self.dtype = next(self.raw.parameters()).dtype
         if train.sync_bn and engine.num_processes > 1:
             self.raw = synchronized(self.raw, engine.device)

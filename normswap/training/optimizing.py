@@ -126,7 +126,9 @@ def clip_gradients(model: nn.Module, clip: Clip) -> None:
 
 
 @torch.no_grad()
-def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | None = None) -> None:
+def adaptive_clip_(
+    model: nn.Module, share: float = 0.01, *, head: nn.Module | None = None
+) -> list[Tensor]:
     """Clip the gradients of each output's weights, in place, to a share of the weights' norm.
 
     It computes what timm's `adaptive_clip_grad` computes, with a fifth of the kernels, except that
@@ -141,36 +143,51 @@ def adaptive_clip_(model: nn.Module, share: float = 0.01, *, head: nn.Module | N
             the first call.
 
     Returns:
-        Nothing: the gradients are changed in place.
+        The norms of the gradients before they were clipped, by output, as torch's
+        `clip_grad_norm_` returns its one: for each parameter whose gradient may be clipped, in
+        order, a tensor that broadcasts to it.
 
     Raises:
-        OptionError: No layer is known to give the logits.
+        OptionError: `share` is not positive, or no layer is known to give the logits.
 
     Source: Brock et al. 2021, arXiv:2102.06171.
     """
+    # Not `share <= 0`, which NaN is not.
+    if isinstance(share, bool) or not share > 0:
+        raise OptionError(f"share={share!r:.40} clips nothing", "it is a positive number")
     if head is None:
         head = find_head(model)
     spared = {id(parameter) for parameter in head.parameters()}
     transposed = {
-        id(layer.weight) for layer in model.modules() if isinstance(layer, _ConvTransposeNd)
+        id(layer.weight)
+        for layer in nn.Module.modules(model)
+        if isinstance(layer, _ConvTransposeNd)
     }
 
     # Every tensor in these lists has its outputs in dimension 0.
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
-    for parameter in model.parameters():
+    turned: list[bool] = []
+    for parameter in nn.Module.parameters(model):
         if parameter.grad is not None and id(parameter) not in spared:
             is_transposed = id(parameter) in transposed
             weights.append(parameter.transpose(0, 1) if is_transposed else parameter)
             gradients.append(parameter.grad.transpose(0, 1) if is_transposed else parameter.grad)
+            turned.append(is_transposed)
     if not gradients:
-        return
+        return []
 
     weight_norms = torch._foreach_clamp_min(_norms_by_output(weights), 1e-3)
     allowed = torch._foreach_mul(weight_norms, share)
-    norms = torch._foreach_clamp_min(_norms_by_output(gradients), 1e-6)
-    factors = torch._foreach_clamp_max(torch._foreach_div(allowed, norms), 1.0)
+    norms = _norms_by_output(gradients)
+    divisors = torch._foreach_clamp_min(norms, 1e-6)
+    factors = torch._foreach_clamp_max(torch._foreach_div(allowed, divisors), 1.0)
     torch._foreach_mul_(gradients, factors)
+
+    before: list[Tensor] = []
+    for norm, is_transposed in zip(norms, turned, strict=True):
+        before.append(norm.transpose(0, 1) if is_transposed else norm)
+    return before
 
 
 def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -233,15 +250,19 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
             scores.
 
     Raises:
-        OptionError: They have no output of one name and shape.
+        OptionError: The temperature is not positive, scores have unequal shapes, or there is no
+            output of one name and shape.
 
     Source: Hinton et al. 2015, arXiv:1503.02531, section 2.
     """
     if temperature is not None:
-        # `scores` refuses other outputs. Those are compared below.
-        with suppress(OptionError):
-            learned = F.log_softmax(scores(output).float() / temperature, 1)
-            target = F.log_softmax(scores(taught).detach().float() / temperature, 1)
+        if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
+            what = f"temperature={temperature!r:.40} softens nothing"
+            raise OptionError(what, "it is a positive number, or None")
+        pair = _two_scores(output, taught)
+        if pair is not None:
+            learned = F.log_softmax(pair[0].float() / temperature, 1)
+            target = F.log_softmax(pair[1].detach().float() / temperature, 1)
             divergence = F.kl_div(learned, target, reduction="batchmean", log_target=True)
             return temperature**2 * divergence
 
@@ -262,6 +283,23 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
             "no output of the network has the name and shape of one of its teacher's", why
         )
     return torch.stack(errors).mean()
+
+
+def _two_scores(output: object, taught: object) -> tuple[Tensor, Tensor] | None:
+    """Return the scores (N, classes) in both outputs; None where one of them has none.
+
+    Raises:
+        OptionError: They have unequal shapes.
+    """
+    try:
+        learned = scores(output)
+        target = scores(taught)
+    except OptionError:
+        return None
+    if learned.shape != target.shape:
+        shapes = f"{tuple(learned.shape)}, the teacher's have {tuple(target.shape)}"
+        raise OptionError("the scores differ in shape", f"the network's have {shapes}")
+    return learned, target
 
 
 class Objective:

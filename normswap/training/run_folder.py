@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance
+from normswap.copying import state_tensors
 from normswap.errors import OptionError, OutputError, RecipeError, SourceError, first_line, spelled
 from normswap.models import calling
 from normswap.models.weight_files import hash_tensors
@@ -282,7 +283,7 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     for key in _FREE_KEYS:
         keys.pop(key, None)
     hashes = {
-        "the network's hash": hash_tensors(model.state_dict()),
+        "the network's hash": hash_tensors(state_tensors(model)),
         "its plan's": provenance.of(model).plan.digest,
         "the images'": images,
     }

@@ -13,7 +13,6 @@ Only trials of equally many updates are compared.
 Source: successive halving, Jamieson & Talwalkar 2016, arXiv:1502.07943.
 """
 
-import copy
 import math
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normswap import copying
 from normswap.analysis.advice import Advice
 from normswap.errors import OptionError, spelled
 from normswap.images.accuracy import Evaluation, classify
@@ -322,7 +322,7 @@ class Trials:
         engine = assembly.accelerator(recipe, self.device, Path(), "none")
         # The source is a module of its own here, so `Subject.teacher` takes it as the teacher, and
         # does not look for what it was made from.
-        subject = assembly.Subject(network, copy.deepcopy(self.source.module))
+        subject = assembly.Subject(network, copying.duplicate(self.source.module, {}))
         task = assembly.Task(subject, self.images, recipe, engine, validates=False)
         if advice.target == _IN_EVAL_MODE:
             task.model.register_forward_pre_hook(_norms_to_eval)
@@ -343,6 +343,6 @@ class Trials:
     def _classified(self, model: nn.Module) -> tuple[Evaluation, Tensor]:
         """Return a network's accuracy and classes (N,) on the held-out images."""
         start = time.monotonic()
-        answers = classify(devices.place(copy.deepcopy(model), self.device), self.held_out)
+        answers = classify(devices.place(copying.duplicate(model, {}), self.device), self.held_out)
         self.evaluating = time.monotonic() - start
         return answers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -68,8 +68,8 @@ class Request:
     skip: Annotated[
         list[str] | None, Option(metavar="PATTERN", help="Leave these parts as they are.")
     ] = None
-    purpose: Annotated[
-        str | None,
+    purposes: Annotated[
+        list[str] | None,
         Option("--for", metavar="|".join(schemes.PURPOSES), help="Add what such training needs."),
     ] = None
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan, write nothing.")] = False
@@ -77,6 +77,20 @@ class Request:
     from_plan: Annotated[
         Path | None, Option(metavar="FILE", help="Apply this plan, edited by hand.")
     ] = None
+
+    @property
+    def purpose(self) -> str | None:
+        """The purpose of --for.
+
+        Raises:
+            OptionError: There are several.
+        """
+        purposes = self.purposes or []
+        if len(purposes) > 1:
+            named = " and ".join(f"--for {purpose}" for purpose in purposes)
+            why = "a network is prepared for one purpose"
+            raise OptionError(f"{named} cannot go together", why)
+        return next(iter(purposes), None)
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,11 @@ class Fitting:
     ] = None
     seed: Annotated[int, Option(metavar="S", help="Seed of the draw.")] = 0
     device: Device = "cpu"
+
+    def check(self) -> None:
+        """Raise OptionError for --samples where no images are drawn."""
+        if self.samples and self.calibrate is None:
+            raise OptionError("--samples without --calibrate", "no images are read")
 
     def record(self, model: nn.Module, progress: Callable[[int, int], None]) -> Network:
         """Return the record of a network with the images to fit values to.
@@ -150,6 +169,7 @@ def run(
         "purpose": request.purpose,
     }
     asked = {name: value for name, value in values.items() if value not in (None, [])}
+    fit.check()
     plan = _requested_plan(request, asked)
     scheme = plan.steps[-1].scheme if plan else str(request.to)
 
@@ -272,6 +292,7 @@ def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | 
         The last conversion, and the record of each step.
     """
     from normswap.analysis import summary
+    from normswap.surgery import edited_plans
     from normswap.surgery.carrying_out import carry_out
 
     bodies: list[Body] = []
@@ -279,8 +300,11 @@ def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | 
     images = network.images
     progress = network.progress
     for step in plan.steps:
+        edited_plans.check(step)
         try:
+            notes = edited_plans.notes(network, step)
             converted = carry_out(network.fitted_to(images, progress), step)
+            converted = replace(converted, notes=(*notes, *converted.notes))
         except RuntimeError as error:
             raise PlanError(
                 f"{origin} gives a network that does not run", first_line(error)

@@ -1,0 +1,136 @@
+"""What a network's state dict holds beside its tensors, and what it leaves out.
+
+These are the versions of layers, by which they mend old checkpoints while they are loaded, extra
+state of layers that is no tensor, and the dtypes of buffers that are not saved.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from normswap import copying, reading
+from normswap.copying import dotted
+from normswap.errors import OutputError, first_line
+from normswap.models.weight_files import StateDict
+from normswap.storage.header import FLOATS, Header, Scalar
+
+# The version of a layer that states none, as torch has it.
+_USUAL: dict[str, Scalar] = {"version": 1}
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The state of a network that is saved.
+
+    Args:
+        tensors: The tensors of the state dict.
+        layers: What torch tells each layer when it loads, by its path, unless it is the usual.
+        extra_state: The extra state of layers as JSON, by its name in the state dict.
+        unsaved: The dtype of each floating-point buffer that is not saved, by its name.
+    """
+
+    tensors: dict[str, Tensor]
+    layers: dict[str, dict[str, Scalar]]
+    extra_state: dict[str, str]
+    unsaved: dict[str, str]
+
+    def record(self) -> dict[str, object]:
+        """Return what the header holds of it. Of extra state and buffers only what there is."""
+        parts = {"extra_state": self.extra_state, "unsaved": self.unsaved}
+        return {"layers": self.layers, **{name: part for name, part in parts.items() if part}}
+
+
+def of(model: nn.Module) -> LayerState:
+    """Return the state of a network that is to be saved.
+
+    Raises:
+        OutputError: A tensor, or the extra state of a layer, cannot be saved.
+    """
+    state = model.state_dict()
+    tensors: dict[str, Tensor] = {}
+    extra_state: dict[str, str] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            _check_tensor(name, value)
+            tensors[name] = value
+        else:
+            extra_state[name] = _as_json(name, value)
+
+    layers: dict[str, dict[str, Scalar]] = {}
+    for path, told in (getattr(state, "_metadata", None) or {}).items():
+        plain = {key: value for key, value in told.items() if isinstance(value, Scalar)}
+        if plain not in (_USUAL, {}):
+            layers[path] = plain
+    return LayerState(tensors, layers, extra_state, _unsaved(model, tensors))
+
+
+def restore(model: nn.Module, state: StateDict, record: Header) -> None:
+    """Add to the tensors of a file, in place, what its header says of the network's layers.
+
+    Args:
+        model: The network, which is not changed. A file of an older version says nothing of its
+            layers, which then count as those of today.
+        state: The tensors of the file.
+        record: The header of the file.
+    """
+    layers: dict[str, dict[str, object]] = {}
+    for path, module in copying.tree(model).items():
+        if record.layers is None:
+            layers[path] = {"version": module._version}
+        else:
+            layers[path] = {**_USUAL, **record.layers.get(path, {})}
+    state._metadata = layers
+    state.extras = {name: json.loads(text) for name, text in record.extra_state.items()}
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise OutputError for a tensor that is no array of plain numbers."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not is_plain or is_traceable_wrapper_subclass(tensor):
+        why = f"{name} is sparse, quantized or of another kind: {type(tensor).__name__}"
+        remedy = "Save the network as it was before, with plain tensors"
+        raise OutputError("cannot save the network", why, remedy)
+
+
+def _as_json(name: str, value: object) -> str:
+    """Return the extra state of a layer as JSON.
+
+    Raises:
+        OutputError: It is no plain data, so it would not come back as it is.
+    """
+    try:
+        text = json.dumps(value)
+        same = reading.parse_json(text, finite=False) == value
+    # An object may compare as it likes; JSON has no other objects, and no loops.
+    except (TypeError, ValueError, RecursionError) as error:
+        text = ""
+        same = False
+        reason = first_line(error)
+    else:
+        reason = f"a {type(value).__name__} in it would not come back as it is"
+    if not same or len(text) > 1_000_000:
+        remedy = (
+            "Let get_extra_state return a tensor, or numbers, text, lists and dicts with text as"
+            " keys"
+        )
+        raise OutputError(f"cannot save {name}, the extra state of a layer", reason, remedy)
+    return text
+
+
+def _unsaved(model: nn.Module, saved: dict[str, Tensor]) -> dict[str, str]:
+    """Return the dtype of each floating-point buffer that the state dict leaves out."""
+    unsaved: dict[str, str] = {}
+    for path, module in copying.tree(model).items():
+        for name, buffer in module._buffers.items():
+            full_name = dotted(path, name)
+            if buffer is None or full_name in saved or not buffer.is_floating_point():
+                continue
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            if dtype in FLOATS:
+                unsaved[full_name] = dtype
+    return unsaved

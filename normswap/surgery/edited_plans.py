@@ -1,0 +1,159 @@
+"""Plans that somebody has edited, or made for another network: what an edit may say."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, get_args, get_origin, get_type_hints
+
+import typing_extensions
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from normswap import reading
+from normswap.errors import NormswapError, PlanError, first_few
+from normswap.layers.planned_layer import PlannedLayer, planned_layers
+from normswap.plan import Edit, Step
+from normswap.surgery import applying, conversion
+from normswap.surgery.network import Network
+
+# Python has had its own since 3.11.
+_UNPACKS = (typing_extensions.Unpack, getattr(typing, "Unpack", None))
+# A number that was planned anew is the same if it differs by less than this share.
+_SAME = 1e-3
+
+
+def check(step: Step) -> None:
+    """Raise PlanError for an argument that no layer takes, and for edits that do not go together.
+
+    Args:
+        step: A step, which may have been edited by hand.
+    """
+    by_reads = {read: edit for edit in step.edits for read in edit.reads}
+    by_path = {edit.path: edit for edit in step.edits}
+    for edit in step.edits:
+        layer = applying.layer_of(edit)
+        _check_arguments(edit, layer, edit.layer, edit.args)
+        for follower in edit.then:
+            _check_arguments(
+                edit, applying.layer_of(edit, follower.layer), follower.layer, follower.args
+            )
+        _check_partner(edit, layer, by_reads.get(edit.path), by_path)
+
+
+def _check_arguments(
+    edit: Edit, layer: type[PlannedLayer], name: str, args: Mapping[str, object]
+) -> None:
+    """Raise PlanError for an argument of another type or range than the layer takes."""
+    adapters = _adapters(layer.replacing.__func__)  # type: ignore[attr-defined]
+    for argument, value in args.items():
+        if argument not in adapters:
+            continue
+        try:
+            adapters[argument].validate_python(value)
+        except ValidationError as error:
+            why = f"{name} takes no {argument} = {value!r:.60}: {reading.first_problem(error)}"
+            raise PlanError(f"edit of {edit.path} does not fit", why) from None
+
+
+@functools.cache
+def _adapters(replacing: Callable[..., object]) -> dict[str, TypeAdapter[Any]]:
+    """Return how each argument of an edit is checked, by the argument's name.
+
+    Args:
+        replacing: The function `replacing` of the edit's layer. Its annotations say what each
+            argument may be; one that cannot be read checks nothing.
+    """
+    known = {"Unpack": typing_extensions.Unpack}
+    try:
+        hints = get_type_hints(replacing, localns=known, include_extras=True)
+    # The layer may be another package's, whose annotations name anything.
+    except Exception:
+        return {}
+
+    for parameter in inspect.signature(replacing).parameters.values():
+        hint = hints.pop(parameter.name, None)
+        is_argument = parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "like"
+        if is_argument and hint is not None:
+            hints[parameter.name] = hint
+        elif parameter.kind is parameter.VAR_KEYWORD and get_origin(hint) in _UNPACKS:
+            (options,) = get_args(hint)
+            hints |= get_type_hints(options, localns=known, include_extras=True)
+
+    adapters: dict[str, TypeAdapter[Any]] = {}
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+    for name, hint in hints.items():
+        if name not in ("return", "takes"):
+            with suppress(Exception):
+                adapters[name] = _adapter(hint, config)
+    return adapters
+
+
+def _adapter(hint: Any, config: ConfigDict) -> TypeAdapter[Any]:
+    # A record states its own configuration, and is strict by that alone.
+    if typing_extensions.is_typeddict(hint):
+        return TypeAdapter(hint)
+    return TypeAdapter(hint, config=config)
+
+
+def _check_partner(
+    edit: Edit, layer: type[PlannedLayer], partner: Edit | None, by_path: Mapping[str, Edit]
+) -> None:
+    """Raise PlanError where a norm, or the convolution before it, lost the edit of the other."""
+    # Without an eps of its own, the norm reads the convolution's output as it was.
+    scales_input = "eps" in edit.args or "groups" not in edit.args
+    if layer.PARTNER and scales_input and not edit.args.get("lead"):
+        if partner is None or partner.layer != layer.PARTNER:
+            why = f"no edit places the {layer.PARTNER} convolution before it"
+            remedy = "Keep both edits, or give it `lead`: true, which scales its input"
+            raise PlanError(f"edit of {edit.path}: {edit.layer} cannot stand alone", why, remedy)
+        if partner.args.get("groups") != edit.args.get("groups"):
+            why = f"{partner.path} has groups {partner.args.get('groups')}"
+            what = f"edit of {edit.path} has groups {edit.args.get('groups')}"
+            raise PlanError(what, why, "Give both edits the same groups")
+
+    undoing = [name for name, other in planned_layers().items() if edit.layer == other.PARTNER]
+    if undoing:
+        norm = by_path.get(edit.reads[0]) if edit.reads else None
+        if norm is None or norm.layer not in undoing or norm.args.get("lead"):
+            why = f"no edit places the {undoing[0]} behind it that undoes its scaling"
+            raise PlanError(f"edit of {edit.path}: {edit.layer} cannot stand alone", why)
+
+
+def notes(network: Network, step: Step) -> list[str]:
+    """Return a sentence about numbers of a step that planning it for this network would not give.
+
+    Args:
+        network: The network that the step is for.
+        step: A step from a file.
+    """
+    # A plan may name a scheme or layers that this network would not get.
+    try:
+        own, _ = conversion.plan_step(network.anatomy, step.scheme, **step.options)
+    except (NormswapError, TypeError):
+        return []
+
+    planned = {(edit.path, edit.layer): edit.args for edit in own.edits}
+    differ: list[str] = []
+    for edit in step.edits:
+        here = planned.get((edit.path, edit.layer), {})
+        for name, value in edit.args.items():
+            if _differs(value, here.get(name)):
+                differ.append(f"{name} of {edit.path} ({value:.4g}, here {here[name]:.4g})")
+    if not differ:
+        return []
+    return [
+        f"the plan has other numbers than would be planned here: {first_few(differ, 2)}. It was"
+        " made for another network, or edited"
+    ]
+
+
+def _differs(value: object, here: object) -> bool:
+    """Return whether two numbers differ; other values are not compared."""
+    for number in (value, here):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            return False
+    return not math.isclose(float(value), float(here), rel_tol=_SAME)  # type: ignore[arg-type]

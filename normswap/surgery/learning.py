@@ -1,0 +1,208 @@
+"""Which parameters of a placed layer learn: what stands for frozen tensors is frozen.
+
+The weight of a layer that absorbs its neighbours learns if the layer's own weight learned. Its bias
+carries its old bias and the neighbours' betas, and learns if one of these did. A parameter that is
+new, such as the scalar of a residual branch, learns if anything learned in the modules whose place
+the layer takes. Where these have no parameters, the layer that absorbed them earlier decides, or
+else the module around them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from normswap import provenance
+from normswap.errors import first_few
+from normswap.graph.tracing import LINEAR
+from normswap.plan import AbsorbMode, Edit
+from normswap.sites.site import site_of
+
+_GAMMAS = ("weight", "gamma")
+_BETAS = ("bias", "beta")
+# Parameters that scale the filters of a linear layer: of a weight norm, of standardized filters,
+# and of a `Gain`. They carry the gammas that the layer has absorbed.
+_FILTER_SCALES = ("original0", "gain", "alpha")
+# A layer that absorbs a neighbour in one of these ways carries its gamma, or its beta.
+_CARRIES_GAMMA = (AbsorbMode.AFTER, AbsorbMode.BEFORE)
+_CARRIES_BETA = (AbsorbMode.AFTER, AbsorbMode.BEFORE, AbsorbMode.BEFORE_SHIFT, AbsorbMode.SUM)
+
+
+def follow(
+    model: nn.Module, edit: Edit, old: nn.Module, reads: Sequence[nn.Module], new: nn.Module
+) -> None:
+    """Set, in place, what learns in a placed layer, and which of its modules are in training mode.
+
+    Args:
+        model: The network before the step.
+        edit: The edit that places the layer.
+        old: The module that stood at the edit's path.
+        reads: The modules that the edit reads.
+        new: The layer that is placed.
+    """
+    kept = ".".join(["inner"] * edit.depth) if edit.keep else None
+    _follow_modes(old, new, kept)
+
+    stood_for = [old, *reads]
+    if not any(_learning(module) is not None for module in stood_for):
+        stood_for = [_elsewhere(model, edit.path)]
+
+    for name, parameter in new.named_parameters():
+        # The kept module is a copy, whose parameters have their flags.
+        if kept is not None and name.startswith(f"{kept}."):
+            continue
+        own_name = _without_holders(name)
+        if isinstance(old, LINEAR) and kept is None:
+            parameter.requires_grad_(_learns_in_linear(own_name, edit, old, reads))
+        else:
+            parameter.requires_grad_(_learns_for_norm(own_name, old, stood_for))
+
+
+def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Module]) -> list[str]:
+    """Return a sentence about norms whose gamma learned and is part of a frozen weight now.
+
+    Args:
+        source: The network before the step.
+        edits: The edits of the step.
+        placed: The module that each edit placed, by the edit's path.
+    """
+    stopped: list[str] = []
+    for edit in edits:
+        learned: list[str] = []
+        for read, absorption in edit.absorbed:
+            gamma = _tensor(source.get_submodule(read), _GAMMAS)
+            if absorption.way in _CARRIES_GAMMA and gamma is not None and gamma.requires_grad:
+                learned.append(read)
+
+        names = dict(placed[edit.path].named_parameters()) if learned else {}
+        scales = [name for name in names if name.rpartition(".")[2] not in (*_BETAS, "in_bias")]
+        if not any(names[name].requires_grad for name in scales):
+            stopped += learned
+
+    if not stopped:
+        return []
+    return [f"the gammas of {first_few(stopped)} learned, and are part of frozen weights now"]
+
+
+def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.Module]) -> bool:
+    """Return whether a parameter of what stands for a linear layer learns.
+
+    Args:
+        name: The parameter's name in the new layer.
+        edit: The edit that places the new layer.
+        old: The linear layer.
+        reads: The modules that the edit reads.
+    """
+    own = dict(old.named_parameters())
+    absorbed = list(zip(reads, edit.takes, strict=True)) if edit.takes else []
+    summed = [module for module, absorption in absorbed if absorption.way is AbsorbMode.SUM]
+    weight_learns = any(_weight_learns(module) for module in (old, *summed))
+    leaf = name.rpartition(".")[2]
+
+    # In tune mode gamma and beta of the norm stay parameters.
+    tuned = [module for module, absorption in absorbed if absorption.way is AbsorbMode.NORM]
+    if tuned and leaf in ("gamma", "beta"):
+        return _learns_for_norm({"gamma": "weight", "beta": "bias"}[leaf], tuned[0], [old, *reads])
+
+    if leaf in _BETAS:
+        carried = [m for m, absorption in absorbed if absorption.way in _CARRIES_BETA]
+        flags = [flag for module in (old, *carried) for flag in _beta_flags(module)]
+        return any(flags) if flags else weight_learns
+    if leaf in _FILTER_SCALES:
+        gammas = [
+            _tensor(module, _GAMMAS)
+            for module, absorption in absorbed
+            if absorption.way in _CARRIES_GAMMA
+        ]
+        is_carried = any(gamma is not None and gamma.requires_grad for gamma in gammas)
+        return is_carried or (own[name].requires_grad if name in own else weight_learns)
+    if name in own:
+        return own[name].requires_grad
+    if leaf == "in_bias":
+        return any(_learning(module) for module in (old, *reads))
+    return weight_learns
+
+
+def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) -> bool:
+    """Return whether a parameter of what stands for a norm, or for another module, learns.
+
+    Args:
+        name: The parameter's name in the new layer.
+        old: The module that stood there.
+        stood_for: The modules whose parameters the new ones stand for.
+    """
+    same = {**dict(old.named_buffers()), **dict(old.named_parameters())}.get(name)
+    if same is not None:
+        return same.requires_grad
+
+    leaf = name.rpartition(".")[2]
+    names = _GAMMAS if leaf in (*_GAMMAS, "alpha") else _BETAS if leaf in _BETAS else ()
+    for module in stood_for:
+        tensor = _tensor(module, names)
+        # The scalar of a branch is more than a constant gamma, so only a parameter decides.
+        if tensor is not None and (leaf != "alpha" or isinstance(tensor, nn.Parameter)):
+            return tensor.requires_grad
+    return any(_learning(module) for module in stood_for)
+
+
+def _weight_learns(module: nn.Module) -> bool:
+    """Return whether the weight of a layer learns, or what it is computed from."""
+    names = (*_BETAS, "in_bias")
+    parameters = module.named_parameters()
+    return any(p.requires_grad for name, p in parameters if name.rpartition(".")[2] not in names)
+
+
+def _beta_flags(module: nn.Module) -> Iterator[bool]:
+    """Yield whether the beta or bias of a module learns; nothing where it has none."""
+    beta = _tensor(module, _BETAS)
+    if beta is not None:
+        yield beta.requires_grad
+    elif site_of(module).is_registered:
+        yield bool(_learning(module))
+
+
+def _tensor(module: nn.Module, names: Sequence[str]) -> Tensor | None:
+    """Return the first tensor that a module has under one of the names."""
+    tensors = {**module._buffers, **module._parameters}
+    return next((tensors[name] for name in names if tensors.get(name) is not None), None)
+
+
+def _learning(module: nn.Module) -> bool | None:
+    """Return whether any parameter of a module learns; None where it has no parameter."""
+    flags = [parameter.requires_grad for parameter in nn.Module.parameters(module)]
+    return any(flags) if flags else None
+
+
+def _elsewhere(model: nn.Module, path: str) -> nn.Module:
+    """Return the module that decides for one without parameters.
+
+    It is the layer that absorbed the norm that stood at the path, or else the nearest module around
+    the path that has parameters.
+    """
+    for edit in reversed(provenance.of(model).plan.edits):
+        if path in edit.reads and edit.path != path:
+            return model.get_submodule(edit.path)
+
+    module = model
+    around = [model]
+    for name in path.split(".")[:-1]:
+        module = module.get_submodule(name)
+        around.append(module)
+    return next((m for m in reversed(around) if _learning(m) is not None), model)
+
+
+def _follow_modes(old: nn.Module, new: nn.Module, kept: str | None) -> None:
+    """Give placed modules the mode of what stood there. What is a copy keeps its own mode."""
+    modes = {path: (type(part), part.training) for path, part in nn.Module.named_modules(old)}
+    for path, module in nn.Module.named_modules(new):
+        if kept is not None and (path == kept or path.startswith(f"{kept}.")):
+            continue
+        kind, mode = modes.get(_without_holders(path), (None, old.training))
+        module.training = mode if kind is type(module) else old.training
+
+
+def _without_holders(name: str) -> str:
+    """Return a name without the names that a `Chain` puts before it."""
+    parts = name.split(".")
+    while len(parts) > 1 and parts[0] in ("inner", "then"):
+        parts = parts[1:]
+    return ".".join(parts)
