@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -215,7 +215,7 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     if dtype in exporter.HALVES:
         rounded = exporter.folded(request).rounded(exporter.HALVES[dtype])
     batches, described = request.batches(images)
-    reference = request.reference(rounded)
+    reference = replace(request.reference(rounded), unfolded=exporter.unfolded(request))
     inside = exporter.inside(request, exported.file, rounded)
 
     return checks.check(

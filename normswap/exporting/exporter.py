@@ -5,6 +5,7 @@ The file is run in its own runtime, against the network, before it gets its name
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -178,11 +179,13 @@ def export(
         if form.runs_here:
             log("checking")
             batches, described = request.batches(images)
-            reference = request.reference(rounded)
+            reference = replace(request.reference(rounded), unfolded=unfolded(request))
             look = inside(request, aside, rounded)
             figures = checks.check(
                 reference, form.open(aside), batches, dtype=dtype, described=described, inside=look
             )
+        if figures and figures.remark:
+            notes = (*notes, figures.remark)
         if quantized and figures:
             measured = {**asdict(figures), "lost": figures.points_lost}
             body["quantization"] = {**quantized, "measured": measured, "notes": notes}
@@ -210,6 +213,20 @@ def export(
         noise_only=noise_only,
         inputs=tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in named),
     )
+
+
+def unfolded(request: ExportRequest) -> formats.Runs:
+    """Return a function that writes the source as it is, and runs that file on its inputs."""
+
+    def run(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        source = copying.duplicate(request.source, {}).eval()
+        contents = FileContents(Shipped(source, request.signature), request.traced_on)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / request.file.name
+            request.form.write(contents, file, None)
+            return request.form.open(file)(*tensors)
+
+    return run
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:

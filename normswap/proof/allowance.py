@@ -25,7 +25,7 @@ FLOAT64_BASE = 1e-12
 FLOAT64_CAP = 1e-8
 # Where the network does not run in float64, which would decide, never more than this in float32.
 _FLOAT32_CAP = 1e-4
-# Of a block never more than this.
+# Of a block never more than this, where float64 does not decide.
 _BLOCK_CAP = 0.05
 # Times what the last digit changes, in float32 and in float64.
 STRAYING = 4
@@ -120,18 +120,20 @@ def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> A
     return Allowance(precision, base, own_change, STRAYING, cap, last_digit)
 
 
-def of_block(precision: str, own_change: float, *, by_double: bool) -> Allowance:
+def of_block(precision: str, own_change: float, *, by_double: bool, decides: bool) -> Allowance:
     """Return what is allowed at the output of a residual block.
 
     Args:
         precision: The precision that both networks run in.
         own_change: How far rounding alone moves the block's output in the source.
         by_double: Whether that is the distance to float64, and not to a change of the last digit.
+        decides: Whether this precision decides, as float64 has not shown the outputs to be right.
     """
     factor = float(STRAYING if precision == "float32" else _CONDITION)
     if by_double:
         factor = float(ROUNDING)
-    return Allowance(precision, base_of(precision), own_change, factor, _BLOCK_CAP)
+    cap = _BLOCK_CAP if decides else math.inf
+    return Allowance(precision, base_of(precision), own_change, factor, cap)
 
 
 def apart(precision: str, example: Example, outputs: Outputs, others: Outputs) -> float:

@@ -361,13 +361,22 @@ class _Comparison:
                 if error.site in other and error.site in values
             ]
             change = max(changes, default=0.0)
-            allowed = allowance.of_block(self.precision, change, by_double=by_double)
+            allowed = allowance.of_block(
+                self.precision, change, by_double=by_double, decides=not self._is_proved_in_double
+            )
             doubt = None
             if error.site.startswith(_ENTRANCE):
                 # A norm before the classifier may have moved into it, as exported files have it.
                 doubt = Reason(f"the outputs are constant, and {error.site} differs")
             measured.append(Measured(error, allowed.most, doubt=doubt))
         return measured
+
+    @property
+    def _is_proved_in_double(self) -> bool:
+        """Whether float64 has shown that the outputs, which would show a mistake, are right."""
+        error = self.double_error
+        is_right = error is not None and error.relative_l2 <= allowance.FLOAT64_BASE
+        return is_right and self.shows_errors
 
     def _measured_labels(
         self, example: Example, outputs: Outputs, others: Outputs
@@ -418,6 +427,7 @@ class _Comparison:
             unproved=reason.why,
             remedy=reason.remedy,
             allowances={each.precision: str(each) for each in allowed.values()},
+            site_tolerance={each.error.site: each.allowed for each in self.inside},
         )
 
     def _remark_on_precision(self, own: allowance.Allowance) -> None:

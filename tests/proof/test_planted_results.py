@@ -275,7 +275,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     written: dict[str, Path] = {}
     for ending in ("pt2", "onnx", "xml"):
         file = folder / f"model.{ending}"
-        normswap.export(source, file, input_size=SIZE)
+        normswap.export(source, file, input_size=SIZE, dynamic_batch=True)
         written[ending] = file
     return written
 
@@ -326,3 +326,24 @@ def test_a_planted_fault_is_seen_under_torch_compile(
     found = compiling.compare(network, network.calls[0])
 
     assert any(deviation.relative_l2 > deviation.allowed for deviation in found)
+
+
+def test_answers_that_are_nearly_zero_are_held_to_a_file_of_the_source(tmp_path: Path) -> None:
+    """onnxruntime's sigmoid gives 0 for 3e-9; whatever is wrong before it is still seen."""
+    source = made("with blocks")
+    source.outputs = _saturated
+    file = tmp_path / "model.onnx"
+
+    figures = normswap.export(source, file, input_size=SIZE).figures
+    exported = ExportedFile.find(str(file))
+    assert exported is not None
+    wrong = exported_file.verify(exported, broken(source, one_block))
+
+    assert figures is not None
+    assert figures.verdict == "PROVED"
+    assert "nearly zero" in figures.remark
+    assert wrong.verdict == "WRONG"
+
+
+def _saturated(scores: Tensor, _features: Tensor) -> object:
+    return (scores - 20).sigmoid()
