@@ -8,6 +8,7 @@ precision costs the network in PyTorch, on the same inputs. int8 claims nothing:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
 from normswap.graph.anatomy import Anatomy
 from normswap.models.calling import Example
+from normswap.models.modes import full_precision
 from normswap.models.network_input import ANSWERS, answer
 from normswap.proof import allowance, running, verdict
 from normswap.proof.allowance import Allowance
@@ -150,6 +152,7 @@ class Reference:
         return together(runs(self.raw(x[0]), *x[1:]))
 
 
+@full_precision()
 def check(
     reference: Reference,
     runs: Runs,
@@ -252,7 +255,8 @@ class _Compared:
         peaks: By output, the largest absolute value of the source's scores.
         outputs: The source's outputs on the first batch.
         hits: By output, the images whose class is their label.
-        has_changed: Whether two samples had different answers of the source.
+        changes: By output, how far it moves from sample to sample, as a relative L2.
+        expected: What the file must give for the first batch: `outputs`, or their softmax.
         of_samples: The outputs that have a row for each sample.
         inputs: The inputs of the first batches.
     """
@@ -267,7 +271,8 @@ class _Compared:
         self.peaks = dict.fromkeys(names, 0.0)
         self.outputs: Outputs = {}
         self.hits = {name: _Hits() for name in names}
-        self.has_changed = False
+        self.changes = dict.fromkeys(names, 0.0)
+        self.expected: Outputs = {}
         self.of_samples = set(names)
         self.inputs: list[tuple[Tensor, ...]] = []
 
@@ -304,12 +309,14 @@ class _Compared:
         if reference.softmax:
             expected = {name: logits.softmax(-1) for name, logits in answers.items()}
         actual = dict(zip(answers, values, strict=True))
-        self._add_change(example, answers)
+        self._add_change(example, expected)
         self._add_rounding(tensors, expected)
         self.distances.add(example, expected, actual)
         for name, logits in answers.items():
             if logits.numel():
-                self.peaks[name] = max(self.peaks[name], float(logits.double().abs().max()))
+                # The score of a class that is masked out is -inf.
+                peak = logits.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
+                self.peaks[name] = max(self.peaks[name], float(peak))
             if not logits.ndim or len(logits) != example.count:
                 self.of_samples.discard(name)
             axis = self.distances.axes.get(name)
@@ -320,16 +327,58 @@ class _Compared:
             self.inputs.append(tensors)
         self.first = self.first or example
         self.outputs = self.outputs or answers
+        self.expected = self.expected or expected
 
-    def _add_change(self, example: Example, answers: Outputs) -> None:
-        """Note whether two samples have different answers, in this batch or since the first."""
-        for name, value in answers.items():
-            rows = value[:1] if value.ndim and len(value) == example.count > 1 else value
-            self.has_changed |= not bool((value == rows).all())
-            first = self.outputs.get(name)
-            if first is not None and value.ndim and first.ndim:
-                same = first[:1].shape == value[:1].shape and bool((first[:1] == value[:1]).all())
-                self.has_changed |= not same
+    def _add_change(self, example: Example, expected: Outputs) -> None:
+        """Note how far each output moves between two samples, in this batch or since the first."""
+        for name, value in expected.items():
+            if value.ndim and len(value) == example.count > 1:
+                moved = distance(value, value[:1].expand_as(value)).relative_l2
+                self.changes[name] = max(self.changes[name], moved)
+
+            first = self.expected.get(name, value)
+            if first.ndim and value.ndim:
+                first = first[:1]
+                value = value[:1]
+            self.changes[name] = max(self.changes[name], distance(first, value).relative_l2)
+
+    def _unproved(self, allowed: dict[str, float]) -> str:
+        """Return why no output would have shown a mistake; empty where one would.
+
+        Args:
+            allowed: The relative L2 that is allowed, by output.
+        """
+        if self.dtype == "int8":
+            return ""
+        if min(allowed.values()) >= allowance.PROVES_NOTHING:
+            return f"rounding in {self.dtype} moves the output by as much as an error would"
+
+        def moves() -> bool:
+            return any(change > allowed[name] for name, change in self.changes.items())
+
+        # A single sample, or one output for all samples, moves with other inputs only.
+        if not moves():
+            self._change_the_input()
+        if not moves():
+            return "every image gives the same numbers, up to rounding: nothing was compared"
+        return ""
+
+    def _change_the_input(self) -> None:
+        """Note how far the source's outputs move when the first batch is another one."""
+        assert self.first is not None
+        other = running.with_other_values(self.first)
+        reference = self.reference
+        # The forward is the user's, and may raise anything for other numbers. Then the output is
+        # believed to depend on them.
+        moved: Outputs = {}
+        with suppress(Exception):
+            moved = reference.signature.answers(reference.source, tuple(other.tensors()))
+        if not moved:
+            self.changes = dict.fromkeys(self.changes, math.inf)
+
+        for name, value in moved.items():
+            value = value.softmax(-1) if reference.softmax else value
+            self.changes[name] = distance(self.expected[name], value).relative_l2
 
     def _add_rounding(self, tensors: tuple[Tensor, ...], expected: Outputs) -> None:
         """Measure what rounding costs the network, on the first batches only."""
@@ -343,10 +392,18 @@ class _Compared:
     def figures(self, described: str) -> Figures:
         """Return what was measured.
 
-        The error is that of the worst output. Agreement and top-1 are those of the answer, if one
-        of the outputs is the answer.
+        The error is that of the output that exceeds what is allowed the most. Agreement and top-1
+        are those of the answer, if one of the outputs is the answer.
         """
-        error = self.distances.error()
+        by_output = self.distances.by_output
+        allowed_at = {name: self._allowed(name) for name in by_output}
+
+        def excess(name: str) -> float:
+            return by_output[name].relative_l2 / max(allowed_at[name], 1e-300)
+
+        worst = max(by_output, key=excess)
+        error = by_output[worst].error("logits", self.distances.precision, ())
+        error = replace(error, output=worst)
         several = len(self.distances.by_output) > 1
         names = [name for name in ANSWERS if name in self.distances.by_output]
         if not several:
@@ -358,14 +415,14 @@ class _Compared:
         hits = self.hits[names[0]] if names else _Hits()
         is_proof = self.dtype != "int8"
         unproved = ""
-        if is_proof and not self.has_changed and self.distances.count > 1:
-            unproved = "every image gives the same numbers: nothing was compared"
+        if error.relative_l2 <= allowed_at[worst]:
+            unproved = self._unproved(allowed_at)
 
         return Figures(
             relative_l2=error.relative_l2,
             agreement=None if shown is None else shown.share,
             count=self.distances.count,
-            tolerance=self._allowed(error.output),
+            tolerance=allowed_at[worst],
             inputs=described,
             answers=0 if shown is None else shown.places,
             unit="images" if shown is None else shown.unit,
@@ -373,7 +430,7 @@ class _Compared:
             top1=hits.top1("file", self.distances.count),
             output=error.output if several else "",
             exact=is_proof,
-            unproved=unproved if error.relative_l2 <= self._allowed(error.output) else "",
+            unproved=unproved,
         )
 
     def _allowed(self, name: str) -> float:

@@ -24,7 +24,7 @@ FLOAT64_BASE = 1e-12
 # In float64 never more than this is allowed, however the network enlarges rounding.
 FLOAT64_CAP = 1e-8
 # Where the network does not run in float64, which would decide, never more than this in float32.
-_FLOAT32_CAP = 1e-4
+FLOAT32_CAP = 1e-4
 # Of a block never more than this, where float64 does not decide.
 _BLOCK_CAP = 0.05
 # Times what the last digit changes, in float32 and in float64.
@@ -34,9 +34,9 @@ _CONDITION = 32
 # off by up to 2.1.
 ROUNDING = 3
 # Where half precision moves more of the output than this share, it proves little.
-_COARSE = 0.1
+COARSE = 0.1
 # An allowance of so much of a value's size lets anything pass.
-_PROVES_NOTHING = 0.5
+PROVES_NOTHING = 0.5
 # Inputs, different in the last digit, that are run where one says too little about rounding.
 _MOVED = 8
 # Of fewer outputs one error may be several times their mean, so the largest counts.
@@ -74,12 +74,12 @@ class Allowance:
     @property
     def proves_nothing(self) -> bool:
         """Whether anything would pass."""
-        return self.most >= _PROVES_NOTHING
+        return self.most >= PROVES_NOTHING
 
     @property
     def is_coarse(self) -> bool:
         """Whether the precision, which is half, moves so much of the output that little is seen."""
-        return is_half(self.precision) and _COARSE < self.own_change < math.inf
+        return is_half(self.precision) and COARSE < self.own_change < math.inf
 
     def __str__(self) -> str:
         if self.most == self.base:
@@ -116,7 +116,7 @@ def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> A
     if is_half(precision):
         how = f"what {precision} costs the source, against float64"
         return Allowance(precision, base, own_change, ROUNDING, how=how)
-    cap = _FLOAT32_CAP if decides else math.inf
+    cap = FLOAT32_CAP if decides else math.inf
     return Allowance(precision, base, own_change, STRAYING, cap, last_digit)
 
 
@@ -184,7 +184,7 @@ def cost_of_half(
     Args:
         model: The source.
         example: The call.
-        outputs: What the source gives for it.
+        outputs: What the source gives for it: all outputs, or those that are measured.
         error: The error of the result.
         has_double: Whether the source has a float64 copy.
         seed: The seed of the changes in the last digit.
@@ -193,6 +193,7 @@ def cost_of_half(
     wide = outputs
     if has_double:
         wide = outputs_double(model, example.map_floats(Tensor.double))
+    wide = {name: wide[name] for name in outputs if name in wide}
     off = apart(precision, example, wide, outputs)
     if error.relative_l2 <= ROUNDING * off or math.isinf(error.relative_l2):
         return off
@@ -206,6 +207,7 @@ def cost_of_half(
     again: list[float] = []
     for _ in range(_MOVED):
         others, _ = run(model, example.map_floats(moved))
+        others = {name: others[name] for name in outputs if name in others}
         again.append(apart(precision, example, wide, others))
 
     if sum(value.numel() for value in outputs.values()) < _FEW:

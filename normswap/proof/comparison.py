@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,17 @@ from normswap.models.network_input import runs
 from normswap.proof import allowance
 from normswap.proof.distance import Error, Outputs, between, distance
 from normswap.proof.doubles import Precise
-from normswap.proof.running import Source, both, entrance, run
+from normswap.proof.running import Source, both, entrance, run, with_other_values
 from normswap.proof.verdict import Judgement, Measured, Reason, Report, judge
 
 _AMPLIFIES = Reason(
     "in float64, too, changing the last digit of its input changes the source's output by more"
     " than 1e-10",
     "Its weights amplify rounding too much",
+)
+_ROUNDING = Reason(
+    "changing the last digit of its input changes the source's output as much as the result does",
+    "Its weights amplify rounding: compare both in float64, by model.double()",
 )
 _NOT_FINITE = Reason(
     "the network itself gives NaN or infinite numbers",
@@ -119,6 +123,7 @@ class _Comparison:
         is_finite: Whether the source's outputs are finite.
         has_same_types: Whether the outputs have the source's dtypes.
         own_change: How far the source's outputs move by its own rounding.
+        excused: The errors that rounding may explain, where float64 was not asked.
     """
 
     source: Source
@@ -136,6 +141,7 @@ class _Comparison:
     is_finite: bool = True
     has_same_types: bool = True
     own_change: float = 0.0
+    excused: list[Error] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.precision = str(self.source.dtype).removeprefix("torch.")
@@ -177,6 +183,9 @@ class _Comparison:
         )
         self.outputs.append(error)
         self.own_change = max(self.own_change, self._own_change(example, outputs, error))
+        self._judge_each_output(example, outputs, others)
+        self._decide_in_double(example, error)
+        self._excuse(example, outputs, error)
         if example is not first:
             return
 
@@ -188,10 +197,59 @@ class _Comparison:
         self.remarks += _remarks(outputs, values, self.blocks)
         self._judge_inside(example, outputs, others)
 
+    def _judge_each_output(self, example: Example, outputs: Outputs, others: Outputs) -> None:
+        """Hold each of several outputs to what half precision costs that output by itself."""
+        are_same = len(outputs) > 1 and outputs.keys() == others.keys()
+        if not (are_same and self.exact and allowance.is_half(self.precision)):
+            return
+
+        for name, value in outputs.items():
+            error = self._error_at(name, example, outputs, others)
+            if value.is_floating_point() and error.relative_l2 > allowance.base_of(self.precision):
+                own_change = self._own_change(example, {name: value}, error)
+                allowed = allowance.of_outputs(self.precision, own_change).most
+                self.inside.append(Measured(error, allowed, shows_errors=False))
+
+    def _decide_in_double(self, example: Example, error: Error) -> None:
+        """Compare a call in float64, too, where rounding would let a large error pass.
+
+        By default only the beginning of the first call is compared in float64.
+        """
+        coarse = allowance.COARSE if allowance.is_half(self.precision) else allowance.FLOAT32_CAP
+        is_small = error.relative_l2 <= coarse
+        if is_small or not self.exact or self.precise is None or self.double_error is None:
+            return
+
+        again = self.precise.again(example)
+        if again is not None and again.error is not None:
+            self.outputs.append(again.error)
+            self.precise = replace(
+                self.precise,
+                own_change=max(self.precise.own_change, again.own_change),
+                hangs_on=self.precise.hangs_on or again.hangs_on,
+            )
+
+    def _excuse(self, example: Example, outputs: Outputs, error: Error) -> None:
+        """Note an error that rounding may explain, where float64 was not asked.
+
+        It proves nothing, but a network that enlarges rounding need not have a wrong result.
+        """
+        is_own = error.precision == "float32" and self.precise is None
+        if not self.exact or not is_own or error.relative_l2 <= allowance.FLOAT32_BASE:
+            return
+        again, _ = run(self.source.module, allowance.in_the_last_digit(example))
+        own_change = allowance.apart(error.precision, example, outputs, again)
+        if math.isfinite(own_change) and error.relative_l2 <= allowance.STRAYING * own_change:
+            self.excused.append(error)
+
     def _error_at(self, site: str, example: Example, values: Outputs, others: Outputs) -> Error:
         """The error of one value inside."""
         measured = distance(values[site], others[site])
         return measured.error(site, self.precision, example.images.shape)
+
+    def _nothing_at(self, site: str, example: Example) -> Error:
+        """The error of a value that the result does not have."""
+        return Error(site, self.precision, tuple(example.images.shape), math.inf, math.inf)
 
     def _own_change(self, example: Example, outputs: Outputs, error: Error) -> float:
         """How far its own rounding moves the source's outputs.
@@ -244,43 +302,67 @@ class _Comparison:
                 self.remarks.insert(0, nothing.why)
             return
 
-        self.shows_errors = self._outputs_show_errors(example, outputs)
-        errors = self.sites if self.keeps_blocks else []
-        if not self.shows_errors:
+        moving = self._moving_outputs(example, outputs)
+        constant = [
+            name or "the output"
+            for name, value in outputs.items()
+            if name not in moving and value.numel() and not _are_labels(value)
+        ]
+        self.shows_errors = bool(moving)
+        errors = list(self.sites) if self.keeps_blocks else []
+        if constant or not moving:
             errors = self._errors_that_show(example, outputs)
+        if constant and moving:
+            listed = ", ".join(constant[:4])
+            self.remarks.append(f"nothing computed shows in some outputs on these inputs: {listed}")
         self.inside += self._measured(example, errors)
         self.sites += [error for error in errors if error not in self.sites]
         if self.double_error is None:
             self.inside += self._measured_labels(example, outputs, others)
 
-    def _outputs_show_errors(self, example: Example, outputs: Outputs) -> bool:
-        """Whether some output is of numbers, not of labels, and moves visibly with the input."""
+    def _moving_outputs(self, example: Example, outputs: Outputs) -> set[str]:
+        """Return the outputs of numbers, not of labels, that move visibly with the input.
+
+        What is moved less than an error may be large shows no error, nor does an input that forward
+        hands on.
+        """
+        inputs = example.tensors()
         numbers = {
             name: value
             for name, value in outputs.items()
-            if value.numel() and (value.is_floating_point() or value.is_complex())
+            if value.numel()
+            and not _are_labels(value)
+            and not any(_is_the_same(value, tensor) for tensor in inputs)
         }
-        if not numbers:
-            return False
-
-        finest = "float64" if self.double_error is not None else self.precision
-        least = allowance.base_of(finest)
-        if not allowance.is_half(finest):
-            least *= _VISIBLE
-        for value in numbers.values():
+        least = self._least_visible()
+        moving: set[str] = set()
+        for name, value in numbers.items():
             of_samples = value.ndim and len(value) == example.count > 1
             if of_samples and distance(value, value[:1].expand_as(value)).relative_l2 > least:
-                return True
+                moving.add(name)
+        if len(moving) == len(numbers):
+            return moving
 
-        changed = _changed(example)
+        changed = with_other_values(example)
         if not runs(self.source.module, changed):
             # It cannot be asked; a network that takes one input only is judged by its outputs.
-            return True
+            return set(numbers)
         moved, _ = run(self.source.module, changed)
-        return any(
-            name in moved and distance(value, moved[name]).relative_l2 > least
-            for name, value in numbers.items()
-        )
+        for name, value in numbers.items():
+            if name in moved and distance(value, moved[name]).relative_l2 > least:
+                moving.add(name)
+        return moving
+
+    def _least_visible(self) -> float:
+        """Return how far an output must move so that a mistake of it would be too large."""
+        finest = "float64" if self.double_error is not None else self.precision
+        base = allowance.base_of(finest)
+        own_change = self.own_change
+        if self.double_error is not None and self.precise is not None:
+            own_change = self.precise.own_change
+
+        allowed = allowance.of_outputs(finest, own_change).most
+        return max(base if allowance.is_half(finest) else _VISIBLE * base, allowed)
 
     def _errors_that_show(self, example: Example, outputs: Outputs) -> list[Error]:
         """Return the errors inside of values that change with the input.
@@ -302,27 +384,36 @@ class _Comparison:
             modules = anatomy.traced.modules
             blocks = [block.path for block in anatomy.blocks if block.path in modules]
         last = _last_layers(anatomy.traced)
-        are_labels = any(not value.is_floating_point() for value in outputs.values())
+        are_labels = all(_are_labels(value) for value in outputs.values())
         paths = list(dict.fromkeys([*blocks, *last]))
         entrances = [] if are_labels else last
 
         values = run(network, example, paths, entrances=entrances)[1]
         others = run(self.result, example, paths, entrances=entrances)[1]
-        changed = _changed(example)
+        changed = with_other_values(example)
         moved: Outputs = {}
         if runs(network, changed):
             moved = run(network, changed, paths, entrances=entrances)[1]
 
         errors: list[Error] = []
         for site in [*paths, *map(entrance, entrances)]:
-            is_there = site in values and site in others
-            if is_there and not _is_the_same(values[site], moved.get(site)):
+            moves = site in values and not _is_the_same(values[site], moved.get(site))
+            if moves and site in others:
                 errors.append(self._error_at(site, example, values, others))
-        if errors:
-            if _SAME_LABELS in self.remarks:
-                self.remarks.remove(_SAME_LABELS)
-            self.remarks.insert(0, _proved_inside(errors, blocks, are_labels=are_labels))
+            elif moves and site not in paths:
+                # What lies before this layer would be seen nowhere else.
+                size = tuple(example.images.shape)
+                errors.append(Error(site, self.precision, size, math.inf, math.inf))
+
+        if errors and not self.shows_errors:
+            self._say_where_proved(_proved_inside(errors, blocks, are_labels=are_labels))
         return errors
+
+    def _say_where_proved(self, sentence: str) -> None:
+        """Say that values inside are the proof, in place of the remark on labels."""
+        if _SAME_LABELS in self.remarks:
+            self.remarks.remove(_SAME_LABELS)
+        self.remarks.insert(0, sentence)
 
     def _measured(self, example: Example, errors: Sequence[Error]) -> list[Measured]:
         """Return errors inside with what is allowed at each.
@@ -384,7 +475,7 @@ class _Comparison:
         """Return how many labels differ, held to how many differ for the source's last digit."""
         measured: list[Measured] = []
         for name, value in outputs.items():
-            if value.is_floating_point() or value.is_complex() or name not in others:
+            if not _are_labels(value) or name not in others:
                 continue
             error = self._error_at(name, example, outputs, others)
             allowed = 0.0
@@ -473,7 +564,12 @@ class _Comparison:
             )
         doubt = self._doubt(allowed["float64"])
         measured = [
-            Measured(error, allowed[error.precision].most, shows_errors, doubt)
+            Measured(
+                error,
+                allowed[error.precision].most,
+                shows_errors,
+                _ROUNDING if error in self.excused else doubt,
+            )
             for error in self.outputs
         ]
         judgement = judge([*measured, *self.inside], self.blind)
@@ -557,15 +653,9 @@ def _last_layers(traced: Traced) -> list[str]:
     return found
 
 
-def _changed(example: Example) -> Example:
-    """The example with other values: in a mirror, and floating-point ones smaller."""
-
-    def change(tensor: Tensor) -> Tensor:
-        if not tensor.ndim:
-            return tensor
-        return 0.7 * tensor.flip(-1) if tensor.is_floating_point() else tensor.flip(-1)
-
-    return example.map(change)
+def _are_labels(value: Tensor) -> bool:
+    """Whether a value is labels, masks or counts."""
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _is_the_same(value: Tensor, other: Tensor | None) -> bool:
@@ -576,8 +666,10 @@ def _is_the_same(value: Tensor, other: Tensor | None) -> bool:
 def _is_finite(outputs: Outputs) -> bool:
     """Whether all numbers are finite, or -inf for classes that are masked out."""
     for value in outputs.values():
-        if not value.is_floating_point() or not value.numel():
+        if _are_labels(value) or not value.numel():
             continue
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
         if bool((torch.isnan(value) | (value == math.inf)).any()):
             return False
         if not bool(torch.isfinite(value).any()):
@@ -637,7 +729,7 @@ def _nothing_to_compare(outputs: Outputs) -> Reason | None:
     values = [value for value in outputs.values() if value.numel()]
     if not values:
         return _EMPTY
-    if all(value.is_floating_point() for value in values) and _is_constant(values):
+    if not any(map(_are_labels, values)) and _is_constant(values):
         return _CONSTANT
     return None
 

@@ -74,10 +74,14 @@ class Distance:
             expected: The source's value.
             values: The result's value, of the same shape.
         """
+        are_labels = not (expected.is_floating_point() or expected.is_complex())
         if expected.shape != values.shape or expected.is_complex() != values.is_complex():
             self.is_comparable = False
         elif not expected.numel():
             return
+        elif self.are_labels != are_labels and (self._entries or self._scale is not None):
+            # Numbers in one batch and labels in another have no common measure.
+            self.is_comparable = False
         elif expected.is_floating_point() or expected.is_complex():
             self._add_numbers(_numbers(expected), _numbers(values))
         else:
@@ -270,7 +274,7 @@ class OutputDistances:
         self.axes = class_axes(outputs, self.anatomy)
         for name, axis in self.axes.items():
             expected = outputs[name]
-            if not self.by_output[name].is_comparable:
+            if not self.by_output[name].is_comparable or not expected.numel():
                 continue
 
             same = expected.argmax(axis) == others[name].argmax(axis)

@@ -6,7 +6,7 @@ Networks are compared on the first image, or on a small batch as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ from normswap.proof.running import Source, outputs_double, run
 _CHOICE = 1e-6
 
 
+def _not_again(_example: Example) -> Precise | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Precise:
     """A comparison in float64.
@@ -34,6 +38,8 @@ class Precise:
             their last digit.
         hangs_on: The cause of a large `own_change`, for reports.
         impossible: Why the network does not run in float64. Empty where it does.
+        again: Returns the comparison on another call, or None where the source does not run on it
+            in float64.
     """
 
     error: Error | None
@@ -41,6 +47,9 @@ class Precise:
     own_change: float = 0.0
     hangs_on: str = ""
     impossible: str = ""
+    again: Callable[[Example], Precise | None] = field(
+        default=_not_again, repr=False, compare=False
+    )
 
 
 def _by_no_parts(_example: Example) -> Outputs | None:
@@ -66,6 +75,14 @@ def compare_double(
     if not source.has_double:
         return None
 
+    def again(other: Example) -> Precise | None:
+        wide = other.map_floats(Tensor.double)
+        try:
+            expected = outputs_double(source.module, wide)
+        except Exception:
+            return None
+        return _against(source, wide, expected, make, parts)
+
     whole = source.examples[0]
     short = source.short_example
     why = ""
@@ -76,7 +93,8 @@ def compare_double(
         except Exception as error:
             why = why or first_line(error)
             continue
-        return _against(source, example.map_floats(Tensor.double), reference, make, parts)
+        precise = _against(source, example.map_floats(Tensor.double), reference, make, parts)
+        return replace(precise, again=again)
 
     return Precise(None, {}, impossible=why)
 

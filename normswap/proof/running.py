@@ -21,6 +21,8 @@ from normswap.proof.distance import Outputs
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 # An image alone gives what it gives in its batch, up to this share: half precision rounds.
 _NEAR = 0.02
+# Outputs are looked for in so many levels of lists, dicts and records.
+_LEVELS = 12
 
 
 class Source(Protocol):
@@ -65,18 +67,25 @@ def run(
         heads: Whether auxiliary heads run as in training (`modes.with_heads`).
 
     Returns:
-        The network's outputs by name, and the values inside by path.
+        The network's outputs by name, and the values inside by path. The values of a module that
+        forward calls several times stand in one row.
     """
     values: Outputs = {}
 
+    def keep_value(site: str, value: object) -> None:
+        if not isinstance(value, Tensor):
+            return
+        # An in-place activation would overwrite it.
+        value = value.clone()
+        if site in values:
+            value = torch.cat([values[site].flatten(), value.flatten()])
+        values[site] = value
+
     def keep(path: str, _module: nn.Module, _args: object, output: object) -> None:
-        if isinstance(output, Tensor):
-            # An in-place activation would overwrite it.
-            values[path] = output.clone()
+        keep_value(path, output)
 
     def keep_input(path: str, _module: nn.Module, args: tuple[object, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
-            values[entrance(path)] = args[0].clone()
+        keep_value(entrance(path), args[0] if args else None)
 
     present = tree(model)
     handles = [
@@ -94,23 +103,46 @@ def run(
     return outputs_of(output), values
 
 
+def with_other_values(example: Example) -> Example:
+    """Return the example with other values: in a mirror, and floating-point ones smaller."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        return 0.7 * tensor.flip(-1) if tensor.is_floating_point() else tensor.flip(-1)
+
+    return example.map(change)
+
+
 def entrance(path: str) -> str:
     """Return the name of a module's input among the values of a run."""
     return f"the input of {path}"
 
 
 def outputs_of(output: object) -> Outputs:
-    """Return the tensors in what a network gives, and its plain numbers as tensors, by name."""
-    outputs = {name: dense(tensor) for name, tensor in named_tensors(output)}
-    for name, number in calling.named_numbers(output):
+    """Return the tensors in what a network gives, and its plain numbers as tensors, by name.
+
+    They are copies: a network may give a tensor that its next run writes into.
+    """
+    outputs: Outputs = {}
+
+    def put(name: str, value: Tensor) -> None:
+        # {"a.b": x} and {"a": {"b": y}} have the same name, and both are compared.
+        while name in outputs:
+            name += "'"
+        outputs[name] = value
+
+    for name, tensor in named_tensors(output, depth=_LEVELS):
+        put(name, dense(tensor))
+    for name, number in calling.named_numbers(output, depth=_LEVELS):
         exact = torch.float64 if isinstance(number, float) else None
-        outputs[name] = torch.tensor(number, dtype=exact)
+        put(name, torch.tensor(number, dtype=exact))
     return outputs
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a sparse tensor as a dense one, and any other as it is."""
-    return tensor.to_dense() if tensor.is_sparse else tensor
+    """Return a copy of a tensor, dense if it is sparse."""
+    return tensor.clone() if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def both(

@@ -1,0 +1,281 @@
+"""What once was PROVED though it was wrong, or WRONG though it was right: one test a kind."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import normswap
+from normswap.exporting import checks
+from normswap.exporting.checks import Figures, Reference
+from normswap.exporting.signature import Signature
+from normswap.models.calling import Example
+from normswap.proof import comparison, doubles
+from normswap.proof.verdict import Report
+from normswap.surgery.network import Network
+
+Forward = Callable[[Tensor, Tensor], object]
+ROWS = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+WEIGHT = torch.ones(4, 3)
+
+
+class Gives(nn.Module):
+    """A network that gives what `forward_of` makes of rows and a weight."""
+
+    def __init__(self, forward_of: Forward) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(WEIGHT.clone())
+        self.forward_of = forward_of
+
+    def forward(self, x: Tensor) -> object:
+        return self.forward_of(x, self.weight)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+def report_of(source: Forward, result: Forward, dtype: torch.dtype = torch.float32) -> Report:
+    return normswap.verify(Gives(source).to(dtype), Gives(result).to(dtype), ROWS.to(dtype))
+
+
+_kept = torch.zeros(4, 4)
+WRONG_PAIRS: dict[str, tuple[Forward, Forward]] = {
+    "two outputs whose names collide": (
+        lambda x, w: {"a.b": linear(x, w), "a": {"b": 2 * linear(x, w)}},
+        lambda x, w: {"a.b": 1.5 * linear(x, w), "a": {"b": 2 * linear(x, w)}},
+    ),
+    "an output nine lists deep": (
+        lambda x, w: (linear(x, w), [[[[[[[[[linear(x, w)]]]]]]]]]),
+        lambda x, w: (linear(x, w), [[[[[[[[[2 * linear(x, w)]]]]]]]]]),
+    ),
+    "one tensor that both write into and give": (
+        lambda x, w: _kept.copy_(linear(x, w)),
+        lambda x, w: _kept.copy_(2 * linear(x, w)),
+    ),
+    "a constant output beside the input itself": (
+        lambda x, w: (0 * linear(x, w), x),
+        lambda x, w: (0 * linear(x, 3 * w), x),
+    ),
+    "an empty output beside a wrong one": (
+        lambda x, w: (linear(x, w)[:0], linear(x, w)),
+        lambda x, w: (linear(x, w)[:0], 1.1 * linear(x, w)),
+    ),
+    "sparse rows": (
+        lambda x, w: linear(x, w).to_sparse_csr(),
+        lambda x, w: (1.01 * linear(x, w)).to_sparse_csr(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PAIRS)
+def test_a_wrong_output_is_not_proved(name: str) -> None:
+    source, result = WRONG_PAIRS[name]
+
+    assert report_of(source, result).verdict in ("WRONG", "NOT PROVED")
+
+
+def test_complex_numbers_that_are_no_numbers_prove_nothing() -> None:
+    def nan(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.complex(math.nan * linear(x, weight), linear(x, weight))
+
+    assert report_of(nan, nan).verdict == "NOT PROVED"
+
+
+def test_each_output_in_half_precision_is_held_to_its_own_rounding() -> None:
+    def costly(x: Tensor, weight: Tensor, by: float = 1.0) -> tuple[Tensor, Tensor]:
+        return (linear(x, weight) + 20) - 20, by * linear(x, weight)
+
+    right = report_of(costly, costly, torch.bfloat16)
+    wrong = report_of(costly, lambda x, w: costly(x, w, 1.08), torch.bfloat16)
+
+    assert right.verdict == "PROVED"
+    assert wrong.verdict == "WRONG"
+
+
+class TwoLevels(nn.Module):
+    """One head for two levels, of which labels come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Conv2d(3, 8, 3)
+        self.second = nn.Conv2d(3, 8, 3)
+        self.head = nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.head(level(x)).mean((2, 3)).argmax(1) for level in (self.first, self.second)]
+
+
+class ConstantHead(nn.Module):
+    """Scores of a head of zeros, beside features; the head has a name of its own."""
+
+    def __init__(self, head: str, *, features: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.middle = nn.Conv2d(8, 8, 1)
+        self.add_module(head, nn.Linear(8, 5))
+        self.head_name = head
+        self.features = features
+        for parameter in self.get_submodule(head).parameters():
+            parameter.data.zero_()
+
+    def forward(self, x: Tensor) -> object:
+        features = self.stem(x)
+        scores = self.get_submodule(self.head_name)(self.middle(features).mean((2, 3)))
+        return {"scores": scores, "features": features} if self.features else scores
+
+
+IMAGES = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def test_every_call_of_a_layer_that_runs_twice_is_compared() -> None:
+    source = TwoLevels()
+    result = TwoLevels()
+    result.first.weight.data[0].mul_(1.0003)
+
+    assert normswap.verify(source, TwoLevels(), IMAGES).verdict == "PROVED"
+    assert normswap.verify(source, result, IMAGES).verdict != "PROVED"
+
+
+@pytest.mark.parametrize("features", [True, False], ids=["features too", "scores alone"])
+@pytest.mark.parametrize("head", ["head", "classifier"])
+def test_what_lies_before_a_constant_output_is_compared(head: str, features: bool) -> None:
+    source = ConstantHead("head", features=features)
+    result = ConstantHead(head, features=features)
+    result.middle.weight.data.mul_(2)
+
+    assert normswap.verify(source, result, IMAGES).verdict != "PROVED"
+
+
+class Chaotic(nn.Module):
+    """Float32 says nothing about it. Larger images are scaled by `larger`."""
+
+    def __init__(self, larger: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.larger = larger
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.larger if x.shape[-1] > 6 else 1.0
+        return scale * torch.sin(1e5 * self.conv(x)).mean((2, 3))
+
+
+@pytest.mark.parametrize(("larger", "verdict"), [(1.0, "PROVED"), (1.05, "NOT PROVED")])
+def test_float64_decides_on_every_call_that_float32_cannot_judge(
+    larger: float, verdict: str
+) -> None:
+    network = Network(Chaotic(), [IMAGES, torch.randn(2, 3, 9, 9)])
+    result = Chaotic(larger)
+    result.conv.weight.data.mul_(1 + 1e-7)
+    precise = doubles.compare_double(network, lambda: Chaotic(larger).double())
+
+    report = comparison.compare(network, result, precise=precise)
+
+    assert (report.verdict == "PROVED") == (verdict == "PROVED")
+
+
+def test_rounding_that_a_network_amplifies_is_not_called_a_mistake() -> None:
+    source = Chaotic()
+    result = Chaotic()
+    result.conv.weight.data.mul_(1 + 2e-7)
+
+    assert normswap.verify(source, result, IMAGES).verdict == "NOT PROVED"
+
+
+def figures_of(
+    source: Forward,
+    file: Callable[[Tensor], object],
+    rows: Tensor = ROWS,
+    *,
+    dtype: str = "fp32",
+    outputs: tuple[str, ...] = ("a",),
+    softmax: bool = False,
+    rounded: Callable[[Tensor], object] | None = None,
+) -> Figures:
+    signature = Signature(Example((torch.empty(0),)), ("x",), outputs, whole=True)
+    reference = Reference(Gives(source), signature, softmax)
+    reference = replace(reference, rounded=rounded)  # type: ignore[arg-type]
+    return checks.check(reference, file, [(rows, None)], dtype=dtype, refuse=False)  # type: ignore[arg-type]
+
+
+def _masked(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x, weight).index_fill(1, torch.tensor([1]), -math.inf)
+
+
+def test_masked_scores_do_not_allow_any_probability() -> None:
+    figures = figures_of(_masked, lambda x: torch.full((len(x), 4), 0.25), softmax=True)
+
+    assert figures.verdict == "WRONG"
+
+
+def _chaos(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.sin(1e8 * linear(x, weight) + weight.sum())
+
+
+def test_a_file_of_a_network_of_chaos_is_not_proved() -> None:
+    figures = figures_of(_chaos, lambda x: torch.rand(len(x), 4))
+
+    assert figures.verdict != "PROVED"
+
+
+def test_a_file_of_constant_outputs_on_one_image_is_not_proved() -> None:
+    figures = figures_of(
+        lambda x, w: 0 * linear(x, w) + 1, lambda x: torch.ones(len(x), 4), ROWS[:1]
+    )
+
+    assert figures.verdict == "NOT PROVED"
+
+
+def test_a_file_that_loses_what_moves_less_than_is_allowed_is_not_proved() -> None:
+    figures = figures_of(
+        lambda x, w: 1000 + 1e-4 * linear(x, w), lambda x: torch.full((len(x), 4), 1000.0)
+    )
+
+    assert figures.verdict == "NOT PROVED"
+
+
+def test_each_output_of_a_file_is_held_to_its_own_rounding() -> None:
+    figures = figures_of(
+        lambda x, w: (linear(x, w), linear(x, w)),
+        lambda x: (1.02 * linear(x, WEIGHT), 1.015 * linear(x, WEIGHT)),
+        dtype="fp16",
+        outputs=("costly", "tame"),
+        rounded=lambda x: (1.01 * linear(x, WEIGHT), 1.000001 * linear(x, WEIGHT)),
+    )
+
+    assert figures.verdict == "WRONG"
+    assert figures.output == "tame"
+
+
+def test_a_file_in_half_precision_that_may_be_off_by_most_of_its_size_is_not_proved() -> None:
+    figures = figures_of(
+        linear,
+        lambda x: 1.8 * linear(x, WEIGHT),
+        dtype="fp16",
+        rounded=lambda x: 1.3 * linear(x, WEIGHT),
+    )
+
+    assert figures.verdict == "NOT PROVED"
+
+
+def test_autocast_around_it_allows_a_file_nothing() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        figures = figures_of(linear, lambda x: 1.02 * (x @ WEIGHT.t().to(x)).float())
+
+    assert figures.verdict == "WRONG"
+
+
+def test_a_file_that_is_right_on_one_image_is_proved() -> None:
+    assert figures_of(linear, lambda x: linear(x, WEIGHT), ROWS[:1]).verdict == "PROVED"
+
+
+def test_a_file_of_one_number_for_all_images_is_proved() -> None:
+    figures = figures_of(lambda x, w: linear(x, w).sum(), lambda x: linear(x, WEIGHT).sum())
+
+    assert figures.verdict == "PROVED"
