@@ -30,6 +30,7 @@ class Provenance:
         plan: Everything that was done since the bare architecture.
         remarks: Sentences about the network as it was opened, for the notes of its conversion.
         norms: The tensors of every norm that was replaced, by their original dotted path.
+        changed: Whether the network was filled from another file than the one that was proven.
     """
 
     arch: Arch | None = None
@@ -39,6 +40,7 @@ class Provenance:
     plan: Plan = field(default_factory=Plan)
     norms: dict[str, Tensor] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    changed: bool = False
 
     @functools.cached_property
     def original_paths(self) -> tuple[str, ...]:

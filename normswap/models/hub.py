@@ -56,7 +56,11 @@ _OF_A_FILE = (
     "torch_dtype",
     "auto_map",
 )
-RECORDED = (*_PREPROCESSING, *_STEM_AND_HEAD, *_TOP_LEVEL, "license")
+# How the weights are tested, where that differs from how they were trained.
+TESTED = ("test_input_size", "test_crop_pct")
+# What timm's record says of an architecture, whatever its weights are.
+_OF_ARCHITECTURE = ("architecture", "fixed_input_size", *_STEM_AND_HEAD)
+RECORDED = (*_PREPROCESSING, *TESTED, *_STEM_AND_HEAD, *_TOP_LEVEL, "license")
 
 
 def endpoint() -> str:
@@ -274,6 +278,35 @@ def own_cfg(model: nn.Module) -> Cfg:
     return dict(cfg)
 
 
+def of_architecture(model: nn.Module) -> Cfg:
+    """Return what the record on a network says of its architecture, and nothing of its weights.
+
+    timm gives each network that it builds the record of the weights that it would load by default:
+    their test size, their repository, their license and their papers.
+    """
+    stated = own_cfg(model)
+    return {key: stated[key] for key in _OF_ARCHITECTURE if key in stated}
+
+
+def unlicensed_record(model: nn.Module) -> Cfg:
+    """Return what a network that somebody built with timm states of its images and classes.
+
+    The license is left out, as timm notes it on networks without trained weights, too. The record
+    is empty where the network states none, or one that cannot be read back.
+    """
+    stated = records.image_record({**own_cfg(model), "license": None})
+    classes = getattr(model, "num_classes", None)
+    if stated and isinstance(classes, int) and classes != stated.get("num_classes"):
+        stated = {key: value for key, value in stated.items() if not key.startswith("label_")}
+        stated["num_classes"] = classes
+
+    try:
+        records.checked(records.ImageRecord, stated, "the network's pretrained_cfg")
+    except SourceError:
+        return {}
+    return stated
+
+
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return a statistic for each channel.
 
@@ -317,6 +350,10 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     channels = kwargs.get("in_chans", recorded["input_size"][0])
     size = kwargs.get("img_size", recorded["input_size"][1:])
     recorded["input_size"] = [channels, *to_2tuple(size)]
+    if "img_size" in kwargs:
+        recorded.pop("test_input_size", None)
+    if "test_input_size" in recorded:
+        recorded["test_input_size"] = [channels, *recorded["test_input_size"][1:]]
     for key in ("mean", "std"):
         if recorded.get(key) is not None:
             recorded[key] = per_channel(recorded[key], channels)

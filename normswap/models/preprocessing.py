@@ -74,7 +74,7 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
         OptionError: The network is built for another size.
     """
     usual = network_input.size(model)
-    _record(model, {"input_size": tuple(size)})
+    _record(model, {"input_size": tuple(size)}, without=("test_input_size",))
 
     built = network_input.size(model)
     if len(usual) != len(size) and not network_input.runs(model, network_input.noise(model, size)):
@@ -101,11 +101,12 @@ def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.M
     return model
 
 
-def _record(model: nn.Module, values: Cfg) -> None:
-    """Let the network's record state these values."""
-    provenance.attach(
-        model, replace(provenance.of(model), pretrained_cfg={**stated(model), **values})
-    )
+def _record(model: nn.Module, values: Cfg, without: Sequence[str] = ()) -> None:
+    """Let the network's record state these values, and none of the keys of `without`."""
+    recorded = {**stated(model), **values}
+    for key in without:
+        recorded.pop(key, None)
+    provenance.attach(model, replace(provenance.of(model), pretrained_cfg=recorded))
 
 
 def stated(model: nn.Module) -> Cfg:

@@ -51,9 +51,7 @@ _OF_TIMM_ALONE = frozenset(
         "tag",
         "tags",
         "custom_load",
-        "test_input_size",
         "min_input_size",
-        "test_crop_pct",
         "pool_size",
         "test_pool_size",
         "num_features",
@@ -87,6 +85,9 @@ class ImageRecord(_Strict):
     # timm resizes to the side divided by this share.
     crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
     crop_mode: Literal["center", "squash", "border"] | None = None
+    # How timm's validate.py tests the weights, where that differs from how they were trained.
+    test_input_size: Shape | None = None
+    test_crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
     first_conv: Word | list[Word] | None = None
     classifier: Word | list[Word] | None = None
     num_classes: Annotated[int, Field(ge=0, le=2**24)] | None = None
@@ -100,6 +101,7 @@ class ImageRecord(_Strict):
     @model_validator(mode="after")
     def _is_bounded(self) -> ImageRecord:
         _check_size("input_size", self.input_size or [])
+        _check_size("test_input_size", self.test_input_size or [])
         for name, (shape, _) in (self.inputs or {}).items():
             _check_size(f"inputs.{name}", shape)
         return self

@@ -178,6 +178,9 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
     arch, cfg = _configured(find(("config.json",)), origin, arguments)
     check_size(lambda: create(arch))
     model = create(arch)
+    # timm has noted its default weights on the network. The file's record takes their place.
+    noted = hub.of_architecture(model)
+    model.__dict__.update(pretrained_cfg=noted, default_cfg=noted)
 
     def pretrained() -> nn.Module:
         load_into(model, read(find(_FILES)), origin, cfg)

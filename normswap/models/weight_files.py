@@ -592,8 +592,9 @@ def check_fit(
         remedy = "It is one of several files: write the tensors of all of them into one"
     elif misfits["missing"] and not any(key.endswith("running_mean") for key in state):
         remedy = (
-            "It was fused: open it as the network without BatchNorm; `--to batchnorm --like ARCH`"
-            " goes back"
+            "It was converted or fused. Of a converted network, name the directory of the"
+            " conversion: `DIR --weights FILE`. Open a fused one as the network without BatchNorm;"
+            " `--to batchnorm --like ARCH` goes back"
         )
         if all(_has_its_gamma(key, state) for key in misfits["missing"]):
             remedy = (

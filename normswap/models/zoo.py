@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from normswap import copying, provenance
 from normswap.errors import NewHeadNote, SourceError, spelled
-from normswap.models import kinds
+from normswap.models import hub, kinds
 from normswap.models.building import BuildRequest, Built, TooLargeError
 from normswap.models.preprocessing import (
     data_config as data_config,
@@ -189,8 +189,11 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     """Return a network filled from a weights file."""
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
-    # The builder states the license of the trained weights, which these are not.
-    built.preprocessing.pop("license", None)
+    # The builder states license and test size of the trained weights, which these are not.
+    for key in ("license", *hub.TESTED):
+        built.preprocessing.pop(key, None)
+    noted = hub.of_architecture(built.model)
+    built.model.__dict__.update(pretrained_cfg=noted, default_cfg=noted)
     return _carry(
         built, built.model, str(file.resolve()), hash_tensors(copying.state_tensors(built.model))
     )

@@ -73,19 +73,59 @@ def open_model(
     """
     folder = Path(source.removeprefix("local-dir:"))
     network_folder.check_not_moved_aside(folder)
-    if folder.exists() and is_checkpoint(folder):
-        zoo.check_unasked(str(folder), asked)
-        model = load(folder, trust_factory=trust_factory)
-    elif (hub_copy := _from_hub(source)) is not None:
-        model = load(hub_copy, trust_factory=trust_factory)
-    else:
+    saved, weights, rest = _saved_network(source, asked)
+    if saved is None:
         model = zoo.open_source(source, trust_factory=named or trust_factory, **asked)
+    else:
+        zoo.check_unasked(str(saved), rest)
+        model = load(saved, trust_factory=trust_factory, weights=weights)
 
     if inputs:
         model = zoo.for_inputs(model, inputs)
     if input_size is None:
         return model
     return zoo.for_size(model, input_size)
+
+
+def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | None, zoo.Asked]:
+    """Return which network that `save` wrote a MODEL means, and the weights file that fills it.
+
+    Args:
+        source: The MODEL: such a network, or a weights file whose architecture is such a network.
+        asked: The options of `zoo.open_source`.
+
+    Returns:
+        The directory or file of the network, None where MODEL means no such network. Then the
+        weights file, None where the network keeps its own weights. Then the other options.
+    """
+    rest = asked.copy()
+    arch = asked.get("arch")
+    if arch is not None:
+        saved = _found_network(arch)
+        if saved is None:
+            return _found_network(source), None, rest
+        name, file = kinds.parts(source, asked.get("weights") or "pretrained", arch)
+        rest.pop("arch")
+        return saved, file, rest
+
+    saved = _found_network(source)
+    weights = asked.get("weights")
+    if saved is None or weights in (None, "pretrained", "random"):
+        return saved, None, rest
+    _, file = kinds.parts(str(saved.parent if saved.is_file() else saved), weights, None)
+    rest.pop("weights")
+    return saved, file, rest
+
+
+def _found_network(source: str) -> Path | None:
+    """Return the directory or file of a network that `save` wrote; None where a MODEL is another.
+
+    A repository of the hub is fetched.
+    """
+    folder = Path(source.removeprefix("local-dir:"))
+    if folder.exists() and is_checkpoint(folder):
+        return folder
+    return _from_hub(source)
 
 
 def save(
@@ -120,7 +160,9 @@ def save(
     model = network_input.require_module(result)
     network_input.check_values(model)
     network_folder.check_writable(place, force=force)
-    record = replace(provenance.of(model), arch=arch or unfolding.architecture(model))
+    record = provenance.of(model)
+    images = record.pretrained_cfg or hub.unlicensed_record(model)
+    record = replace(record, arch=arch or unfolding.architecture(model), pretrained_cfg=images)
 
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -151,6 +193,7 @@ def load(
     directory: str | Path,
     skeleton: nn.Module | None = None,
     *,
+    weights: str | Path | None = None,
     trust_factory: bool = False,
     changed: bool = False,
 ) -> nn.Module:
@@ -162,6 +205,8 @@ def load(
         directory: The directory, or its weights file alone.
         skeleton: The source architecture with any weights, if normswap cannot build it. It is not
             changed.
+        weights: A weights file that fills the network in place of its own tensors, such as one that
+            another program's training wrote. Its names may have the prefixes of wrappers.
         trust_factory: Whether the user's factory that builds the network is imported, which runs
             its code.
         changed: Whether tensors are accepted that differ from those that were proven.
@@ -189,14 +234,20 @@ def load(
     model = applying.apply(bare, plan.steps)
     _take_dtypes(model, state, record.unsaved)
     layer_state.restore(model, state, record)
-    weight_files.load_into(model, state, str(file), {})
+    if weights is None:
+        weight_files.load_into(model, state, str(file), {})
+    else:
+        trained = weight_files.read(Path(weights))
+        # Extra state of layers that the file lacks is that of the directory.
+        trained.extras = {**state.extras, **trained.extras}
+        # The tensors that were proven are not used, so they may be others.
+        del states[WEIGHTS]
+        weight_files.load_into(model, trained, str(weights), {})
     if not changed:
         _check_the_same(record, states, file)
     model.eval()
 
-    images = record.images
-    cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **images}
-    model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
+    images = _state_images(model, record)
     origin = provenance.Provenance(
         arch=record.arch,
         source=record.source,
@@ -204,8 +255,25 @@ def load(
         pretrained_cfg=images,
         plan=plan,
         norms=states.get(NORMS, {}),
+        changed=weights is not None,
     )
     return provenance.attach(model, origin)
+
+
+def _state_images(model: nn.Module, record: Header) -> Body:
+    """Let a loaded network state the images and classes of its file, and return them.
+
+    timm notes its default weights on each network that it builds. The file's record takes the place
+    of all that, except for the facts of the architecture. Where the file states nothing, which
+    older ones do, the size and the preprocessing of the default weights stay.
+    """
+    images = record.images
+    noted = hub.own_cfg(model)
+    if images:
+        noted = hub.of_architecture(model)
+    cfg = {**noted, **images}
+    model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
+    return images
 
 
 def _read_tensors(place: Path, file: Path) -> dict[str, StateDict]:

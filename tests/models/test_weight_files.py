@@ -165,7 +165,7 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
     ),
     "fused": (
         _pickled(lambda s, _: {name: s[name] for name in s if "conv" in name}),
-        ["It was fused", "--like ARCH"],
+        ["was converted or fused", "DIR --weights FILE", "--like ARCH"],
     ),
     "unexpected": (_pickled(lambda s, _: {**s, "head.a": s["fc.bias"]}), ["1 unexpected: head.a"]),
     "pointer of LFS": (

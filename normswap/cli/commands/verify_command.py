@@ -65,19 +65,23 @@ def run(
     """Compare a converted network or exported file with its source.
 
     A directory is compared with the source that it records, or with --against; a file, which runs
-    in its own runtime, needs --against. The exit code is 1 if they differ, or agree on less than
-    --min-kept, and 2 if nothing that was compared could have shown an error. Of a network that
-    `finetune` trained it says how far it went; then --min-kept alone makes it fail.
+    in its own runtime, needs --against. Without --against, --weights FILE fills the network in DIR
+    first: what another program trained is measured, not proved. The exit code is 1 if they differ,
+    or agree on less than --min-kept, and 2 if nothing that was compared could have shown an error.
+    Of a network that `finetune` trained it says how far it went; then --min-kept alone makes it
+    fail.
     """
     against = compared.against
     asked = [name for name, _ in opening.asked()]
-    if against is None and asked:
+    with working(f"loading {directory}"):
+        file = exported_file(str(directory))
+    fills = file is None and against is None and asked == ["--weights"]
+    fills = fills and opening.weights != "random"
+    if against is None and asked and not fills:
         raise OptionError(
             f"{' and '.join(asked)} without --against", "it says how that MODEL is opened"
         )
 
-    with working(f"loading {directory}"):
-        file = exported_file(str(directory))
     if file is None:
         body = _of_directory(directory, against, images, opening, compiled=compiled)
     elif compiled:
@@ -92,7 +96,8 @@ def run(
     is_good = body["passed"] and body["enough"] and not _departed(body)
 
     trust = trust_flag(opening.trust_factory)
-    following = ["export", directory, *trust, "-o", f"{last_part(str(directory))}.onnx"]
+    filled = ["--weights", opening.weights] if fills else []
+    following = ["export", directory, *filled, *trust, "-o", f"{last_part(str(directory))}.onnx"]
     if file is not None:
         following = ["bench", *opening.words(str(against)), directory]
         if not file.takes_images:
@@ -114,7 +119,7 @@ def _of_directory(
         directory: The directory, which `normswap convert` wrote.
         against: The MODEL to compare with. None takes the source that the directory records.
         images: Images to measure the agreement on, if there are any.
-        opening: How `against` is opened.
+        opening: How `against` is opened. Without `against`, its weights file fills the network.
         compiled: Whether the network is also compared with itself under torch.compile.
     """
     with working(f"loading {directory}"):
@@ -125,8 +130,12 @@ def _of_directory(
         from normswap.surgery.network import Network
 
         network_folder.check_no_run(directory)
+        weights = None
+        if against is None and opening.asked():
+            weights = opening.weights
         result = devices.place(
-            checkpoint.load(directory, trust_factory=opening.trust_factory), images.device
+            checkpoint.load(directory, weights=weights, trust_factory=opening.trust_factory),
+            images.device,
         )
     name = against or reverification.recorded(result, directory)
     if against:

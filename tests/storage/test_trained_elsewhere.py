@@ -1,0 +1,152 @@
+"""What another program trained comes back: its weights file fills the converted network."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.command_line import Capture, run_json
+from torch import Tensor, nn
+
+import normswap
+from normswap import provenance
+from normswap.cli.app import main
+from normswap.errors import SourceError
+from normswap.storage import checkpoint
+
+State = dict[str, Tensor]
+
+
+def _prefixed(prefix: str) -> Callable[[State], State]:
+    return lambda state: {prefix + name: tensor for name, tensor in state.items()}
+
+
+# How the file of each trainer wraps the tensors of the network.
+FILES: dict[str, Callable[[State], Any]] = {
+    "timm's train.py": lambda state: {"epoch": 1, "arch": "resnet18", "state_dict": state},
+    "timm's average of checkpoints": lambda state: state,
+    "Lightning": lambda state: {"epoch": 1, "state_dict": _prefixed("network.")(state)},
+    "torch.compile in Lightning": lambda state: {
+        "state_dict": _prefixed("network._orig_mod.")(state)
+    },
+    "DDP": lambda state: {"model": _prefixed("module.")(state)},
+    "AveragedModel": lambda state: {
+        "n_averaged": torch.tensor(2),
+        **_prefixed("module.")(state),
+    },
+    "Opacus": _prefixed("_module."),
+    "TimmWrapper of transformers": _prefixed("timm_model."),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    conversion = normswap.convert(normswap.open("demo"), to="skipinit")
+    return checkpoint.save(conversion, tmp_path_factory.mktemp("saved") / "skipinit")
+
+
+@pytest.fixture(scope="module")
+def trained(saved: Path) -> nn.Module:
+    """The converted network after a small change, as training elsewhere makes one."""
+    model = normswap.load(saved)
+    with torch.no_grad():
+        model.get_parameter("fc.bias").add_(0.01)
+    return model
+
+
+@pytest.fixture(scope="module")
+def weights(trained: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("trained") / "last.pth.tar"
+    torch.save({"epoch": 1, "state_dict": trained.state_dict()}, file)
+    return file
+
+
+def assert_same_tensors(model: nn.Module, other: nn.Module) -> None:
+    wanted = other.state_dict()
+    state = model.state_dict()
+
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("trainer", FILES)
+def test_a_trainers_file_fills_the_converted_network(
+    trainer: str, saved: Path, trained: nn.Module, tmp_path: Path
+) -> None:
+    file = tmp_path / "trained.pt"
+    torch.save(FILES[trainer](dict(trained.state_dict())), file)
+
+    model = normswap.open(str(saved), weights=str(file))
+
+    assert_same_tensors(model, trained)
+    assert provenance.of(model).plan == provenance.of(trained).plan
+    assert provenance.of(model).norms.keys() == provenance.of(trained).norms.keys()
+    assert provenance.of(model).changed
+
+
+def test_every_way_to_name_directory_and_file(
+    saved: Path, trained: nn.Module, weights: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "trained.safetensors"
+    save_file(dict(trained.state_dict()), plain)
+
+    for model in (
+        normswap.load(saved, weights=weights),
+        normswap.load(saved / "model.safetensors", weights=str(weights)),
+        normswap.open(f"local-dir:{saved}", weights=str(weights)),
+        normswap.open(str(saved / "model.safetensors"), weights=str(weights)),
+        normswap.open(str(weights), arch=str(saved)),
+        normswap.open(str(plain), arch=f"local-dir:{saved}"),
+    ):
+        assert_same_tensors(model, trained)
+        assert [step.scheme for step in provenance.of(model).plan.steps] == ["skipinit"]
+
+
+def test_the_card_of_what_was_trained_claims_no_proof(
+    saved: Path, weights: Path, tmp_path: Path
+) -> None:
+    filled = normswap.load(saved, weights=weights)
+    card = (checkpoint.save(filled, tmp_path / "out") / "README.md").read_text()
+
+    assert "Not verified since the last change" in card
+    assert "Not verified" not in (saved / "README.md").read_text()
+
+
+def test_other_options_and_other_files_are_refused(
+    saved: Path, weights: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError, match="num_classes="):
+        normswap.open(str(saved), weights=str(weights), num_classes=3)
+    with pytest.raises(SourceError, match="weights="):
+        normswap.open(str(saved), weights="random")
+    with pytest.raises(SourceError, match=r"gone\.pt does not exist"):
+        normswap.open(str(saved), weights=str(tmp_path / "gone.pt"))
+
+    of_source = tmp_path / "source.pt"
+    torch.save(normswap.open("demo").state_dict(), of_source)
+    with pytest.raises(SourceError, match=r"source\.pt does not fit .* missing"):
+        normswap.open(str(saved), weights=str(of_source))
+
+
+def test_commands_take_what_was_trained(
+    saved: Path, weights: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    filled = (str(saved), "--weights", str(weights))
+    images = ("--data", "demo", "--samples", "50", "--workers", "0")
+
+    verified = run_json(capfd, "verify", *filled, *images, "--min-kept", "0.8")
+    against = ("--against", str(saved), "--min-kept", "0.8")
+    evaluated = run_json(capfd, "evaluate", *filled, *images, *against)
+    exported = run_json(capfd, "export", *filled, "-o", str(tmp_path / "net.onnx"))
+
+    assert verified["passed"]
+    assert verified["report"]["verdict"] == "MEASURED"
+    assert evaluated["against"]["enough"]
+    assert Path(exported["file"]).is_file()
+
+
+def test_verify_still_asks_what_other_options_are_for(saved: Path) -> None:
+    assert main(["verify", str(saved), "--arch", "resnet18"]) == 2
+    assert main(["verify", str(saved), "--weights", "random"]) == 2
