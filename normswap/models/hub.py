@@ -55,6 +55,8 @@ _OF_A_FILE = (
     "dtype",
     "torch_dtype",
     "auto_map",
+    "normswap",
+    "transformers_weights",
 )
 # How the weights are tested, where that differs from how they were trained.
 TESTED = ("test_input_size", "test_crop_pct")

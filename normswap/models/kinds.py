@@ -70,10 +70,11 @@ class Kind:
 TIMM = Kind("timm", "timm_models", also=("hf-hub", "hf_hub", "local-dir"))
 FACTORY = Kind("factory", "factories", foreign=True)
 ULTRALYTICS = Kind("ultralytics", "ultralytics_models", prefix="ultralytics", package="ultralytics")
+TRANSFORMERS = Kind("transformers", "transformers_models", prefix="hf", package="transformers")
 KINDS = (
     TIMM,
     Kind("torchvision", "torchvision_models", prefix="torchvision"),
-    Kind("transformers", "transformers_models", prefix="hf", package="transformers"),
+    TRANSFORMERS,
     ULTRALYTICS,
     FACTORY,
 )
@@ -123,6 +124,12 @@ def by_builder(builder: str) -> Kind:
 def named(arch: Arch) -> str:
     """Return the architecture as MODEL and `--arch` name it."""
     return f"{by_builder(arch.builder).prefix}:{arch.name}".removeprefix(":")
+
+
+def mark_converted(model: object) -> None:
+    """Let a converted network's own library know that it was converted, where it may save it."""
+    if TRANSFORMERS.package in sys.modules:
+        TRANSFORMERS.load().mark_converted(model)
 
 
 def exported(file: Path) -> bool:

@@ -6,15 +6,20 @@ offline.
 """
 
 import copy
+import functools
+import importlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from normswap.errors import SourceError, explained, near, quiet
+from normswap import provenance
+from normswap.errors import OptionError, SourceError, explained, near, quiet
 from normswap.layers.seeding import seeded
 from normswap.models import hub, records
 from normswap.models.building import (
@@ -138,6 +143,53 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
     if not rebuilds(lambda: rebuild(create(arch)), model):
         return None
     return arch
+
+
+def mark_converted(model: object) -> None:
+    """Mark the config of a converted network, whose `save_pretrained` then writes the conversion.
+
+    Networks of other libraries are left alone.
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        return
+    plan = provenance.of(model).plan
+    schemes = [step.scheme for step in plan.steps]
+    model.config.normswap = {"schemes": schemes, "plan": plan.digest}
+    model.__dict__["save_pretrained"] = functools.partial(save_converted, model)
+
+
+def save_converted(
+    model: transformers.PreTrainedModel, save_directory: str | os.PathLike[str], **options: Any
+) -> None:
+    """Write a converted network as transformers does, so that `normswap.load` opens it.
+
+    Args:
+        model: The network, whose own `save_pretrained` this stands for.
+        save_directory: The directory.
+        options: Options of transformers' own `save_pretrained`.
+
+    Raises:
+        OptionError: It is to be sent to the hub, which `normswap.push` does.
+        SourceError: Weights are NaN, infinite, or missing.
+    """
+    if options.get("push_to_hub"):
+        raise OptionError(
+            "push_to_hub=True of a converted network",
+            "transformers would send the network without its plan",
+            "Save it, then normswap.push(DIR, REPO)",
+        )
+
+    state = options.pop("state_dict", None)
+    # transformers empties the state dict that it is given.
+    given = None if state is None else dict(state)
+    type(model).save_pretrained(model, save_directory, state_dict=given, **options)
+
+    folder = Path(save_directory)
+    # Other processes of distributed training write nothing.
+    if options.get("is_main_process", True) and (folder / "config.json").is_file():
+        # The record is written by a room that stands above this one, when somebody calls for it.
+        storage = importlib.import_module("normswap.storage.pretrained")
+        storage.add_conversion(model, folder, state)
 
 
 def _fetch(place: str, *names: str) -> Path:

@@ -104,7 +104,7 @@ def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | N
         saved = _found_network(arch)
         if saved is None:
             return _found_network(source), None, rest
-        name, file = kinds.parts(source, asked.get("weights") or "pretrained", arch)
+        _, file = kinds.parts(source, asked.get("weights") or "pretrained", arch)
         rest.pop("arch")
         return saved, file, rest
 
@@ -122,7 +122,10 @@ def _found_network(source: str) -> Path | None:
 
     A repository of the hub is fetched.
     """
-    folder = Path(source.removeprefix("local-dir:"))
+    folder = Path(source)
+    prefix, _, place = source.partition(":")
+    if prefix in ("local-dir", kinds.TRANSFORMERS.prefix):
+        folder = Path(place)
     if folder.exists() and is_checkpoint(folder):
         return folder
     return _from_hub(source)
@@ -257,7 +260,10 @@ def load(
         norms=states.get(NORMS, {}),
         changed=weights is not None,
     )
-    return provenance.attach(model, origin)
+    loaded = provenance.attach(model, origin)
+    if plan.steps:
+        kinds.mark_converted(loaded)
+    return loaded
 
 
 def _state_images(model: nn.Module, record: Header) -> Body:
@@ -316,14 +322,20 @@ def _check_the_same(record: Header, states: Mapping[str, StateDict], file: Path)
 
 
 def _from_hub(source: str) -> Path | None:
-    """Fetch the repository that `hf-hub:owner/name` names into the hub's cache.
+    """Fetch the repository that `hf-hub:owner/name` or `hf:owner/name` names into the hub's cache.
 
     Returns:
         Its directory in the cache. None if the source is no repository that `push` wrote.
     """
     prefix, _, repo = source.partition(":")
-    if prefix not in ("hf-hub", "hf_hub"):
+    is_repo_of_transformers = prefix == kinds.TRANSFORMERS.prefix and repo.count("/") == 1
+    if prefix not in ("hf-hub", "hf_hub") and not is_repo_of_transformers:
         return None
+    if is_repo_of_transformers:
+        if Path(repo).is_dir():
+            return None
+        # Where transformers is not installed, the error says so.
+        kinds.TRANSFORMERS.load()
 
     config = header.read_config(hub.fetch(repo, (CONFIG,)).parent)
     entry = (config or {}).get(header.KEY)
@@ -388,10 +400,15 @@ def config_of(model: nn.Module, record: provenance.Provenance, digest: str | Non
         digest: The digest of the header of its weights, so that a changed header is noticed.
     """
     arch = record.arch or Arch(type(model).__name__)
+    refusal: Body = {}
+    # transformers reads the whole file as its config, or an object in it that has its model_type.
+    if arch.builder == kinds.TRANSFORMERS.builder:
+        refusal = dict(network_folder.NOT_OF_TRANSFORMERS)
     return {
+        **refusal,
         "architecture": kinds.named(arch),
         "num_classes": getattr(model, "num_classes", None),
-        "model_args": arch.kwargs,
+        "model_args": {**arch.kwargs, **refusal},
         "pretrained_cfg": image_record(record.pretrained_cfg),
         header.KEY: {
             "schemes": [step.scheme for step in record.plan.steps],

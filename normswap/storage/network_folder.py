@@ -14,6 +14,12 @@ WEIGHTS, CONFIG, NORMS, CARD = FILES = (
     "norms.safetensors",
     "README.md",
 )
+# What config.json says to transformers, which would fill a network of the source's class from the
+# weights, and draw the tensors that are not there: that the weights are in this file. There is no
+# such file, so `from_pretrained` stops with its name.
+NOT_OF_TRANSFORMERS = {
+    "transformers_weights": "converted by normswap - open it with normswap.load.safetensors"
+}
 
 
 def check_writable(place: Path, *, force: bool) -> None:

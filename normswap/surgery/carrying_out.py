@@ -10,7 +10,7 @@ from normswap import provenance, schemes
 from normswap.calibration.synthetic_images import COUNT, SyntheticImages
 from normswap.errors import OptionError, RefusedError, first_line, spelled
 from normswap.graph.anatomy import patterns, restrict
-from normswap.models import network_input
+from normswap.models import kinds, network_input
 from normswap.models.calling import Example
 from normswap.models.modes import full_precision
 from normswap.plan import Outcome, Plan, Step
@@ -264,7 +264,9 @@ def applied(network: Network, step: Step) -> nn.Module:
             recorded = site_of(module).recorded_tensors()
             norms.update({f"{path}.{name}": tensor for name, tensor in recorded.items()})
 
-    return provenance.attach(result, network.provenance.after(step, norms))
+    provenance.attach(result, network.provenance.after(step, norms))
+    kinds.mark_converted(result)
+    return result
 
 
 def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:

@@ -1,0 +1,54 @@
+"""The directory that `save_pretrained` of a converted transformers network writes.
+
+It is transformers' own, with the plan in the header of the weights and the record in config.json,
+so `load` opens it. The class that config.json names has other layers, and transformers would fill
+them with random numbers. So config.json names a weights file that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from normswap import copying
+from normswap.storage import checkpoint, header
+from normswap.storage.network_folder import CARD, CONFIG, NORMS, NOT_OF_TRANSFORMERS, WEIGHTS
+
+# What transformers writes where the weights are in several files.
+_INDEX = "model.safetensors.index.json"
+
+
+def add_conversion(model: nn.Module, folder: Path, state: Mapping[str, Tensor] | None) -> None:
+    """Let a directory that transformers wrote hold the conversion, so that `load` opens it.
+
+    Args:
+        model: The converted network.
+        folder: The directory, with the config.json and the weights that transformers wrote.
+        state: The tensors that are saved. None stands for the network's own.
+
+    Raises:
+        SourceError: Weights are NaN, infinite, or missing.
+        OutputError: A file cannot be written.
+    """
+    if state is not None:
+        model = copying.duplicate(model, {})
+        model.load_state_dict(dict(state))
+
+    with tempfile.TemporaryDirectory() as aside:
+        saved = checkpoint.save(model, Path(aside) / "network")
+        stated = header.read_config(folder) or {}
+        recorded = header.read_config(saved) or {}
+        stated[header.KEY] = recorded[header.KEY]
+        stated |= NOT_OF_TRANSFORMERS
+
+        for file in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
+            file.unlink(missing_ok=True)
+        for name in (WEIGHTS, NORMS, CARD):
+            if (saved / name).is_file():
+                shutil.move(saved / name, folder / name)
+    (folder / CONFIG).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
