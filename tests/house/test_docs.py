@@ -171,6 +171,8 @@ OTHER_TOOLS = {
     # pytest and MkDocs
     "--dist",
     "--strict",
+    # recipes/zoo.py
+    "--images",
     # torchrun
     "--nnodes",
     "--nproc-per-node",
