@@ -24,6 +24,7 @@ from normswap.plan import Edit, Step
 from normswap.sites.site import site_of
 from normswap.surgery import deploying, learning
 
+# For a module of a result, the function that builds it anew in float64.
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
 
 
@@ -41,9 +42,12 @@ def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> n
 
 
 def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Module:
-    """Return `model`, which is not changed, after one step, as a new model.
+    """Return a new model, as it is after one step.
 
-    With `double` it is in float64, and never rounded to less.
+    Args:
+        model: The model before the step, which is not changed.
+        step: One step of a plan.
+        double: Whether the new model is in float64. Then no value is rounded to less on the way.
 
     Raises:
         PlanError: An edit names a path, a layer or an argument that does not exist.
@@ -51,7 +55,9 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     duplicate = copying.to_double if double else copying.duplicate
 
     memo: copying.Memo = {}
+    # The paths of norms in whose place a layer of another class stands.
     gone: list[str] = []
+    # Parameters and plain numbers, which no copy of modules replaces.
     attributes: list[tuple[str, object]] = []
     # Innermost paths come first: a layer that stays needs the replacements inside it.
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
@@ -115,10 +121,12 @@ def _in_double(reads: Sequence[nn.Module]) -> list[nn.Module]:
 
     The other modules' tensors have the same values in every precision.
     """
-    return [
-        copying.to_double(module) if parametrize.is_parametrized(module) else module
-        for module in reads
-    ]
+    widened: list[nn.Module] = []
+    for module in reads:
+        if parametrize.is_parametrized(module):
+            module = copying.to_double(module)
+        widened.append(module)
+    return widened
 
 
 def doubles(
@@ -126,30 +134,49 @@ def doubles(
 ) -> tuple[Replacements, dict[int, torch.Tensor]]:
     """Return what a step builds, in float64, for `running.by_parts`.
 
+    Args:
+        model: The network before the step.
+        result: The network after the step.
+        step: The step.
+
     Returns:
         For each replaced module a function that builds its replacement in float64, and the step's
         tensors in float64 by the identity of those they stand for.
     """
     depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}
-
     tensors: dict[int, torch.Tensor] = {}
+
     for edit in step.edits:
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
         like = _like(model, old, reads, double=True)
         reads = _in_double(reads)
+        new_path = _now(edit.path, depths)
+
+        # A module is built when its forward begins. A parameter is built at once.
         if isinstance(old, nn.Module):
-            replacements[result.get_submodule(_now(edit.path, depths))] = partial(
-                _double, edit, old, reads, like
-            )
-        elif isinstance(value := _replacement(edit, old, reads, like), torch.Tensor):
-            tensors[id(find(result, _now(edit.path, depths), "the result"))] = value.detach()
+            placed_module = result.get_submodule(new_path)
+            replacements[placed_module] = partial(_double, edit, old, reads, like)
+            continue
+        value = _replacement(edit, old, reads, like)
+        if isinstance(value, torch.Tensor):
+            tensors[id(find(result, new_path, "the result"))] = value.detach()
 
     return replacements, tensors
 
 
 def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor) -> nn.Module:
+    """Return the layer of an edit in float64, for `running.by_parts`.
+
+    Args:
+        edit: The edit.
+        old: The module at the edit's path, before the step.
+        reads: The modules that the edit reads.
+        like: An empty float64 tensor on the layer's device.
+    """
+    # The inside of a layer that stays is cast to float64 where it runs, so an identity stands for
+    # it.
     if edit.keep:
         old = nn.Identity()
     elif not layer_of(edit).CASTS:
@@ -161,6 +188,11 @@ def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tens
 
 def find(model: nn.Module, path: str, who: str) -> Held:
     """Return the module, parameter or plain number (a dropout rate) at a dotted path.
+
+    Args:
+        model: The network.
+        path: The path.
+        who: The subject of the error's sentence, such as "plan" or "step 'folded'".
 
     Raises:
         PlanError: There is none at the path.
@@ -181,7 +213,16 @@ def find(model: nn.Module, path: str, who: str) -> Held:
 
 
 def _module(model: nn.Module, path: str, who: str) -> nn.Module:
-    """The module at `path`; for a parameter that scales channels, a LayerScale with it."""
+    """Return the module at a path; for a parameter that scales channels, a LayerScale with it.
+
+    Args:
+        model: The network.
+        path: The path.
+        who: The subject of the error's sentence.
+
+    Raises:
+        PlanError: There is no module and no such parameter at the path.
+    """
     module = find(model, path, who)
     if isinstance(module, nn.Parameter) and module.ndim:
         scale = timm_layers.LayerScale(module.numel())
@@ -193,7 +234,12 @@ def _module(model: nn.Module, path: str, who: str) -> nn.Module:
 
 
 def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
-    """(old, new) names of the tensors that a step keeps under another name."""
+    """Yield the old and the new name of each tensor that a step keeps under another name.
+
+    Args:
+        model: The network before the step.
+        step: The step.
+    """
     for edit in step.edits:
         names = layer_of(edit).NAMES
         if not edit.depth and not names:
@@ -205,9 +251,9 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def keeps_streams(steps: Sequence[Step]) -> bool:
-    """Whether the steps keep the values between blocks.
+    """Whether the steps keep the values that pass from one residual block to the next.
 
-    A stream that a scheme rescales has others, and so has a stream without its mean.
+    They do not where a scheme rescales the stream between blocks, or takes its mean out.
     """
     rescaled = not all(schemes.of(step).scheme.keeps_blocks for step in steps)
     return not rescaled and not centres_streams(steps)
@@ -239,19 +285,23 @@ def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
 
 
 def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Raise PlanError where a BatchNorm that the plan replaces is still in the result."""
+    """Raise PlanError where a BatchNorm that the plan replaces is still in the result.
+
+    Args:
+        source: The network before the step.
+        result: The network after the step.
+        step: The step.
+    """
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
-    pairs = {
-        path: (source.get_submodule(path), result.get_submodule(_now(path, depths)))
-        for path in gone
-    }
-    still = [
-        path
-        for path, (old, new) in pairs.items()
-        if site_of(old).is_batchnorm and site_of(new).is_batchnorm
-    ]
+
+    still: list[str] = []
+    for path in gone:
+        old = source.get_submodule(path)
+        new = result.get_submodule(_now(path, depths))
+        if site_of(old).is_batchnorm and site_of(new).is_batchnorm:
+            still.append(path)
     if still:
         raise PlanError(f"{len(still)} norms of the plan are still there", still[0])
 
@@ -260,14 +310,18 @@ def placed(result: nn.Module, step: Step) -> dict[str, nn.Module]:
     """Return the module that each edit of a step placed in the result, by the edit's path."""
     depths = {edit.path: edit.depth for edit in step.edits}
     modules = copying.tree(result)
-    now = {edit.path: _now(edit.path, depths) for edit in step.edits}
-    return {path: modules[place] for path, place in now.items() if place in modules}
+    new_paths = {edit.path: _now(edit.path, depths) for edit in step.edits}
+    return {path: modules[new_path] for path, new_path in new_paths.items() if new_path in modules}
 
 
 def _now(path: str, depths: Mapping[str, int]) -> str:
     """Return the path of a module after the step.
 
     The inside of a module that stays moves into its `inner`.
+
+    Args:
+        path: The path before the step.
+        depths: How many layers the step puts around a module that stays, by the module's path.
     """
     parts = path.split(".")
     heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -278,6 +332,17 @@ def _now(path: str, depths: Mapping[str, int]) -> str:
 
 
 def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tensor) -> Held:
+    """Return what an edit puts at its path: a layer, a parameter or a plain number.
+
+    Args:
+        edit: The edit.
+        old: The module, parameter or number that the new value takes the place of.
+        reads: The modules that the edit reads.
+        like: An empty tensor with the dtype and device of the new layer.
+
+    Raises:
+        PlanError: The layer cannot be built from what stands there, or with the edit's arguments.
+    """
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
         raise PlanError(
@@ -287,22 +352,22 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
     try:
         with torch.no_grad():
             following = [
-                layer_of(edit, t.layer).replacing(nn.Identity(), like=like, **t.args)
-                for t in edit.then
+                layer_of(edit, follower.layer).replacing(nn.Identity(), like=like, **follower.args)
+                for follower in edit.then
             ]
 
+            # The edit's own layer takes the old one's place, or follows it where that stays.
             if edit.keep:
                 new = old
-                following.insert(
-                    0, layer.replacing(nn.Identity(), *reads, like=like, **edit.arguments)
-                )
+                own = layer.replacing(nn.Identity(), *reads, like=like, **edit.arguments)
+                following.insert(0, own)
             else:
                 new = layer.replacing(old, *reads, like=like, **edit.arguments)
 
-            for follower in following:
-                if not isinstance(new, nn.Module) or not isinstance(follower, nn.Module):
+            for next_layer in following:
+                if not isinstance(new, nn.Module) or not isinstance(next_layer, nn.Module):
                     raise TypeError("only layers follow one another")
-                new = placeholders.chained(new, follower)
+                new = placeholders.chained(new, next_layer)
 
             if edit.out_of_place and isinstance(new, nn.Module):
                 new = placeholders.out_of_place(new)

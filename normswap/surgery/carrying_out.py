@@ -79,33 +79,44 @@ def carry_out(network: Network, step: Step) -> Conversion:
     images = images_for(scheme, network)
     result = applied(network, step)
     fitted = fit(scheme, network, result, step, images)
-    # This comes before the proof of the step: a norm over the batch gives NaN for a single sample,
-    # which is no fault of the step.
+
+    # The run in training mode comes before the proof of the step: a norm over the batch gives NaN
+    # for a single sample, which is no fault of the step.
     if scheme.scheme.training is not None:
-        # Only a purpose needs it.
+        # Only a step that prepares for a purpose needs this module.
         from normswap.surgery import sample_leaks
 
         sample_leaks.check(network, result, scheme.scheme.training, step.scheme)
+
+    # A forward that asks a layer for what the new layer lacks raises one of these errors. The
+    # check then says it in a sentence.
     try:
         report = prove(network, result, step, fitted)
     except (AssertionError, AttributeError, TypeError):
         _check_runs(network, result, step.scheme)
         raise
+
+    placed = applying.placed(result, step)
+    notes = (
+        *network.provenance.remarks,
+        *fitted.notes,
+        *learning.notes(network.module, step.edits, placed),
+    )
     return Conversion(
-        network.after(result),
-        report,
-        {},
-        (
-            *network.provenance.remarks,
-            *fitted.notes,
-            *learning.notes(network.module, step.edits, applying.placed(result, step)),
-        ),
-        tuple(applying.renames(network.module, step)),
+        network=network.after(result),
+        report=report,
+        outcomes={},
+        notes=notes,
+        renames=tuple(applying.renames(network.module, step)),
     )
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
     """Return the images that a step is fitted to, or None.
+
+    Args:
+        chosen: The step's scheme, with all its options.
+        network: The network before the step, with the images to fit values to.
 
     Raises:
         OptionError: The step needs images and there are none, or it needs images of the user's
@@ -133,6 +144,7 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 
 
 def _exact_options(chosen: Chosen) -> list[str]:
+    """Return the options, as the user writes them, each of which would make the scheme exact."""
     exact: list[str] = []
     for option in chosen.scheme.options:
         for word in option.choices:
@@ -143,7 +155,13 @@ def _exact_options(chosen: Chosen) -> list[str]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The outcome of a fit: held-out calls, why there are none, and notes for the user."""
+    """The outcome of a fit.
+
+    Args:
+        held: The calls that were held out, on which source and result are compared.
+        unmeasured: Why no call was held out although there were images. Empty otherwise.
+        notes: Sentences for the user.
+    """
 
     held: tuple[Example, ...] = ()
     unmeasured: str = ""
@@ -168,17 +186,16 @@ def fit(
     if not chosen.fits:
         return Fitted()
 
+    # Every fourth of the user's images is held out, unless the scheme needs them all.
     batches = None if images is None else calls_of(images, network)
     split: held_out.HeldOutSplit | None = None
-    if not (
-        batches is None or chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)
-    ):
+    fits_to_all = chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)
+    if batches is not None and not fits_to_all:
         calls = list(batches) if isinstance(batches, Iterator) else batches
         whole = not running.runs_on_one(network.module, network.examples[0])
         batches = split = held_out.HeldOutSplit(calls, network.device, whole=whole)
 
     assert chosen.scheme.fit is not None
-
     task = FitTask(
         source=network.module,
         result=result,
@@ -190,21 +207,22 @@ def fit(
         seed=network.seed,
         progress=network.progress,
     )
-
     notes = tuple(chosen.scheme.fit(task) or ())
+
     if isinstance(images, SyntheticImages):
-        notes += (
-            (
-                f"fitted to {COUNT} images made from the network's own statistics: real ones may"
-                " keep less, or more"
-            ),
+        synthetic_note = (
+            f"fitted to {COUNT} images made from the network's own statistics: real ones may"
+            " keep less, or more"
         )
+        notes += (synthetic_note,)
 
     if split is None:
-        return Fitted(
-            (), "" if images is None else "no calibration image was held out to measure on", notes
-        )
+        unmeasured = ""
+        if images is not None:
+            unmeasured = "no calibration image was held out to measure on"
+        return Fitted((), unmeasured, notes)
 
+    # The split counts copies once the fit has gone through its batches.
     if split.copies:
         notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
     return Fitted(tuple(split.held), "" if split.held else held_out.TOO_FEW, notes)
@@ -213,15 +231,22 @@ def fit(
 def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Report:
     """Measure a step's result on the inputs of its source, and on held-out images.
 
+    Args:
+        network: The network before the step.
+        result: The network after the step, with all values fitted.
+        step: The step.
+        fitted: The outcome of the fit, with the calls that were held out.
+
     Raises:
         VerificationError: The result is wrong.
     """
     exact = schemes.of(step).exact
     settle = schemes.of(step).scheme.settle
 
-    precise = None
     # An approximate result differs by far more than float32 rounding, so float64 would show
-    # nothing.
+    # nothing. A scheme with `settle` computes its values again in float64. Every other result is
+    # built anew in float64 from the plan.
+    precise = None
     if exact and settle is not None:
         double = network.after(result).doubled().module
         settle(network.module, double, step)
@@ -249,15 +274,21 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
 def applied(network: Network, step: Step) -> nn.Module:
     """Return the network after a step, with its provenance, before any value is fitted.
 
-    The network has been checked to run.
+    Args:
+        network: The network before the step.
+        step: The step.
+
+    Raises:
+        PlanError: The step does not fit the network.
+        RefusedError: The result of an approximate step does not run.
     """
     result = applying.apply_step(network.module, step)
     applying.check_gone(network.module, result, step)
-
     if not schemes.of(step).exact:
         _check_runs(network, result, step.scheme)
-    edited = {edit.path for edit in step.edits}
 
+    # Provenance records the tensors of the norms that the step replaced.
+    edited = {edit.path for edit in step.edits}
     norms = {}
     for path, module in network.module.named_modules():
         if path in edited:
@@ -271,6 +302,11 @@ def applied(network: Network, step: Step) -> nn.Module:
 
 def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     """Check that the result of a step runs.
+
+    Args:
+        network: The network before the step.
+        result: The network after the step.
+        scheme: The name of the scheme in errors.
 
     Raises:
         RefusedError: A norm cannot process its input, or a forward asks for attributes of the

@@ -28,7 +28,8 @@ def trial_batches(example: Example) -> Iterator[Example]:
     """Give the batches to try: four samples with small maps, four as they are, the given batch."""
     grown = _grown(example)
     small = grown.map(_shrunk)
-    if any(a.shape != b.shape for a, b in zip(small.tensors(), grown.tensors(), strict=True)):
+    pairs = zip(small.tensors(), grown.tensors(), strict=True)
+    if any(shrunk.shape != full.shape for shrunk, full in pairs):
         yield small
     yield grown
     if example.count not in (1, SAMPLES):
@@ -36,6 +37,7 @@ def trial_batches(example: Example) -> Iterator[Example]:
 
 
 def _shrunk(tensor: Tensor) -> Tensor:
+    """Return maps (N, C, H, W) with sides of 64 at most, and any other tensor as it is."""
     if tensor.ndim != 4 or not tensor.is_floating_point() or max(tensor.shape[2:]) <= _SIDE:
         return tensor
     return F.interpolate(tensor, [min(side, _SIDE) for side in tensor.shape[2:]])
@@ -65,6 +67,7 @@ def with_rows(call: Example, rows: Tensor) -> Example:
 
 
 def _changed_call(call: Example, change: Callable[[Any], Any]) -> Example:
+    """Return the call with `change` applied to each of its tensors and lists."""
     return Example(changed(call.args, change, list), changed(call.kwargs, change, list))
 
 
@@ -92,8 +95,12 @@ def with_other_values(call: Example, rows: Tensor) -> Example:
         if isinstance(value, list) and len(value) != count:
             return [changed(entry, change, list) for entry in value]
         if isinstance(value, list):
-            pairs = zip(rows.tolist(), value, others_of(value), strict=True)
-            return [(sample, other)[marked] for marked, sample, other in pairs]
+            samples: list[Any] = []
+            for is_changed, sample, other in zip(
+                rows.tolist(), value, others_of(value), strict=True
+            ):
+                samples.append(other if is_changed else sample)
+            return samples
         if not value.ndim or len(value) != count:
             return value
         marks = rows.to(value.device).reshape(-1, *[1] * (value.ndim - 1))
@@ -103,7 +110,16 @@ def with_other_values(call: Example, rows: Tensor) -> Example:
 
 
 def _other_values(sample: Tensor, *, scale: float, of_images: bool) -> Tensor:
-    """Return a sample's numbers in another order, times a scale; of whole numbers, others drawn."""
+    """Return another sample of the same shape.
+
+    Numbers are put in another order and multiplied by the scale. Whole numbers are drawn anew
+    between the sample's least and largest, and stay as they are in a call that has images.
+
+    Args:
+        sample: The tensor of one sample.
+        scale: The factor of its numbers.
+        of_images: Whether the call has floating-point tensors.
+    """
     generator = torch.Generator().manual_seed(sample.numel())
     if sample.is_floating_point() or sample.is_complex():
         order = torch.randperm(sample.numel(), generator=generator).to(sample.device)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ConvertOptions(TypedDict, total=False):
-    """The options of all schemes, for editors; a scheme refuses the options of another."""
+    """The options of all schemes, for editors. A scheme refuses the options of another."""
 
     only: str | Sequence[str]
     skip: str | Sequence[str]
@@ -55,6 +55,11 @@ class ConvertOptions(TypedDict, total=False):
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
     """Plan one step of a conversion.
 
+    Args:
+        anatomy: The anatomy of the network before the step.
+        to: The name of a scheme.
+        options: The options of the scheme, by their names in Python.
+
     Returns:
         The step, and its builder, which has outcomes and notes.
 
@@ -69,7 +74,7 @@ def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanB
 def plan_steps(
     network: Network, to: str, *, measured: bool = False, **options: object
 ) -> Iterator[tuple[Step, PlanBuilder]]:
-    """Plan the steps that `convert` would take.
+    """Yield the steps that `convert` would take, each with its builder.
 
     Args:
         network: The source.
@@ -78,18 +83,25 @@ def plan_steps(
         options: The options of the target.
 
     Raises:
-        NormswapError: As `plan_step` does.
+        OptionError: The scheme or an option is not known.
+        RefusedError: The network cannot be converted, or there is nothing to do.
     """
     schemes.check_target(to)
-    before: Step | None = None
+    step: Step | None = None
     for chosen in scheme_path(network.anatomy, to, options, measured=measured):
-        if before:
-            network = network.after(carrying_out.applied(network, before))
-        before, builder = _plan_step(network.anatomy, chosen)
-        yield before, builder
+        # Each step is planned for the network that the step before it leaves.
+        if step:
+            network = network.after(carrying_out.applied(network, step))
+        step, builder = _plan_step(network.anatomy, chosen)
+        yield step, builder
 
 
 def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
+    """Return the step of a scheme with all its options, and its builder.
+
+    Raises:
+        RefusedError: The network cannot be converted, or there is nothing to do.
+    """
     scheme = chosen.scheme
     limits = patterns(chosen.options)
     restricted = restrict(anatomy, **limits)
@@ -116,7 +128,13 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
 
 
 def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
-    """How to leave out what is refused, if the rest can then be converted."""
+    """Return how to leave out what is refused, or nothing if the rest cannot be converted either.
+
+    Args:
+        anatomy: The anatomy, restricted to the parts that are converted.
+        chosen: The scheme with all its options.
+        builder: The builder of the step that was refused.
+    """
     norms = [norm.path for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     skip = naming(builder.refusals, [path for path in norms if path not in builder.refusals])
     with suppress(NormswapError):
@@ -128,6 +146,13 @@ def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
 
 
 def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
+    """Return the error of a conversion that would change nothing.
+
+    Args:
+        anatomy: The anatomy, restricted to the parts that are converted.
+        to: The name of the scheme.
+        builder: The builder of the step, which has no replacements.
+    """
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
 
@@ -135,10 +160,9 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     if anatomy.refused_norms:
         why += f" ({anatomy.refused_norms})"
     if builder.outcomes:
-        what = ", ".join(
-            f"{count} {outcome}" for outcome, count in counts(builder.outcomes.values()).items()
-        )
-        why += f", and stay as they are: {what}"
+        counted = counts(builder.outcomes.values()).items()
+        listed = ", ".join(f"{count} {outcome}" for outcome, count in counted)
+        why += f", and stay as they are: {listed}"
 
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if any(norm.averages for norm in norms):
@@ -193,10 +217,10 @@ def convert(
     network = Network.of(
         model, inputs=inputs, size=input_size, seed=seed, calibrate=calibrate, progress=progress
     )
-
     schemes.check_target(to)
 
-    # Folding is done in float64, which MPS has not.
+    # Folding is done in float64, which MPS has not. There a copy on the CPU is converted, and the
+    # result goes back to the device.
     work_on = network.with_double()
     if to == "unfold":
         conversion = _unfolded(work_on, to, dict(options))
@@ -207,10 +231,8 @@ def convert(
 
     if work_on is network:
         return conversion
-
-    return replace(
-        conversion, network=replace(conversion.network, module=conversion.model.to(network.device))
-    )
+    module = conversion.model.to(network.device)
+    return replace(conversion, network=replace(conversion.network, module=module))
 
 
 convert.__doc__ = (
@@ -220,8 +242,16 @@ convert.__doc__ = (
 
 
 def _converted(source: Network, to: str, options: Options) -> Conversion:
+    """Carry out the schemes that lead to a target, one step each, and join them to one conversion.
+
+    Args:
+        source: The network.
+        to: The target's name.
+        options: The options of the target, and the purpose.
+    """
     steps = scheme_path(source.anatomy, to, options, measured=source.calibrate is not None)
     images = source.images
+    # Every step that fits values reads the images anew, and an iterator gives them only once.
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
     source = source.fitted_to(images, source.progress)
@@ -234,22 +264,22 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
             raise OptionError(
                 f"{chosen.scheme.name} has no use for calibration data", "nothing in it is fitted"
             )
+
         last = carrying_out.carry_out(network, step)
         notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(source.images, source.progress)
 
-    last = conversions[0] if len(conversions) == 1 else _joined(source, conversions)
-    if last.report.exact and (note := intermediates.note(source, last.model)):
-        return replace(last, notes=(*last.notes, note))
-
-    return last
+    whole = conversions[0] if len(conversions) == 1 else _joined(source, conversions)
+    if whole.report.exact and (note := intermediates.note(source, whole.model)):
+        return replace(whole, notes=(*whole.notes, note))
+    return whole
 
 
 def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) -> list[Chosen]:
     """Return the schemes of a conversion with their options, in order.
 
-    They are what the target needs, the target itself, and the purpose:
+    The schemes that the target needs come first, then the target itself, then the purpose:
 
     - With images (`measured`), norms with statistics per sample first become BatchNorms.
     - A target with scalars on branches needs the factors of normalizer-free blocks folded first.
@@ -257,6 +287,12 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
       carries.
     - For `batchnorm` a network that never had norms gets some, if `where` asks for it or there are
       images.
+
+    Args:
+        anatomy: The source's anatomy.
+        to: The target's name.
+        options: The options of the target, and the purpose.
+        measured: Whether there are images to fit values to.
 
     Raises:
         OptionError: The scheme, an option or the purpose is unknown, or a pattern names nothing.
@@ -268,27 +304,29 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     target = schemes.chosen(to, options)
     limits = patterns(options)
     anatomy = restrict(anatomy, **limits)
+
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     alive = any(norm.is_batchnorm for norm in norms)
     # A target that needs BatchNorms replaces those in the network, and leaves other norms as they
     # are.
     complete = alive and target.scheme.starts_from == "batchnorm"
     averaged = measured and not complete and any(norm.averages for norm in norms)
+
+    # The schemes that come before the target, by name.
     before: list[str] = []
     if averaged:
         before.append("estimate")
-
     if target.scheme.on_branches and any(
         norm_free.ends_in_own_factor(anatomy, block) for block in anatomy.included_blocks
     ):
         before.append("folded")
-
     lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
     if target.scheme.starts_from is not None and lost and not (alive or averaged):
         before.append(target.scheme.starts_from)
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
-    where = target.options.get("where", "norms")
 
+    # Norms where there never were any: measured ones take the target's place.
+    where = target.options.get("where", "norms")
     if where == "norms" and to == "batchnorm" and measured and not (alive or lost or averaged):
         where = "activation"
     if where != "norms":
@@ -311,6 +349,16 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
 
 
 def _alike(network: Network, to: str, options: Options) -> Conversion:
+    """Put BatchNorms back as another architecture has them (`likeness`).
+
+    Args:
+        network: The network.
+        to: The target's name.
+        options: The options of the target, of which `like` names the architecture.
+
+    Raises:
+        OptionError: Another option is given, `like` is no architecture, or there are no images.
+    """
     like = options["like"]
     for name, value in schemes.changed(to, options).items():
         if name != "like" and value:
@@ -318,12 +366,22 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
             raise OptionError(pair, "the architecture says where norms stand, and which")
     if not isinstance(like, str | nn.Module):
         raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")
+
     images = carrying_out.images_for(schemes.chosen("measured-batchnorm", {}), network)
     assert images is not None
     return likeness.batchnorm_like(network, like, calls_of(images, network))
 
 
 def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
+    """Return several steps as one conversion, proved from end to end.
+
+    Args:
+        source: The network before the first step.
+        conversions: The conversion of each step, in order.
+
+    Raises:
+        VerificationError: The result of all steps is wrong.
+    """
     last = conversions[-1]
     steps = last.plan.steps[-len(conversions) :]
     exact = all(schemes.of(step).exact for step in steps)
@@ -339,8 +397,8 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
         source, last.model, exact=exact, precise=precise, keeps_blocks=keeps_blocks
     )
 
+    # The exact steps lose nothing, so the agreement of a single fitted step holds for all steps.
     fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
-    # The exact steps lose nothing, so the fitted step's agreement holds for all steps.
     if len(fitted) == 1:
         report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
     elif fitted and source.calibrate is not None:
@@ -349,6 +407,8 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
         )
 
     verdict.require_passed(report, " and ".join(step.scheme for step in steps))
+
+    # A tensor that is renamed by two steps goes from its first name to its last.
     outcomes: dict[str, Outcome] = {}
     notes: list[str] = []
     renames: dict[str, str] = {}
@@ -360,12 +420,29 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
 
     names_of_source = source.module.state_dict().keys()
     survived = tuple((old, new) for old, new in renames.items() if old in names_of_source)
-    each_once = tuple(dict.fromkeys(notes))
-
-    return Conversion(last.network, report, outcomes, each_once, survived, len(conversions))
+    return Conversion(
+        network=last.network,
+        report=report,
+        outcomes=outcomes,
+        notes=tuple(dict.fromkeys(notes)),
+        renames=survived,
+        steps=len(conversions),
+    )
 
 
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:
+    """Go back to the source's norms, and prove that the function is kept.
+
+    Args:
+        network: The converted network.
+        to: The name "unfold", for errors.
+        options: The options that were given. Only a purpose of None is taken.
+
+    Raises:
+        OptionError: An option is given.
+        RefusedError: The network was not converted, or the source cannot express its changes.
+        VerificationError: The source with its norms computes something else.
+    """
     if options := {name: value for name, value in options.items() if name != "purpose" or value}:
         raise OptionError(
             f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options"
@@ -386,7 +463,6 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     report = comparison.compare(network, result.module, precise=precise, keeps_blocks=keeps_blocks)
     if report.unproved:
         verdict.require_passed(report, to)
-
     if not report.passed:
         why = (
             f"the source computes something else (relative L2 error {report.worst.relative_l2:.1e})"
@@ -398,5 +474,4 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         raise VerificationError("cannot unfold", why, remedy)
 
     norms = [site.path for site in sites_of(result.module) if site.is_affine_norm]
-
     return Conversion(result, report, dict.fromkeys(norms, Outcome("restored", "restored")))

@@ -38,16 +38,22 @@ def check(step: Step) -> None:
         layer = applying.layer_of(edit)
         _check_arguments(edit, layer, edit.layer, edit.args)
         for follower in edit.then:
-            _check_arguments(
-                edit, applying.layer_of(edit, follower.layer), follower.layer, follower.args
-            )
+            follower_layer = applying.layer_of(edit, follower.layer)
+            _check_arguments(edit, follower_layer, follower.layer, follower.args)
         _check_partner(edit, layer, by_reads.get(edit.path), by_path)
 
 
 def _check_arguments(
     edit: Edit, layer: type[PlannedLayer], name: str, args: Mapping[str, object]
 ) -> None:
-    """Raise PlanError for an argument of another type or range than the layer takes."""
+    """Raise PlanError for an argument of another type or range than the layer takes.
+
+    Args:
+        edit: The edit, which the error names.
+        layer: The class of the edit's layer, or of a layer that follows it.
+        name: The name of that layer.
+        args: The arguments of that layer, by name.
+    """
     adapters = _adapters(layer.replacing.__func__)  # type: ignore[attr-defined]
     for argument, value in args.items():
         if argument not in adapters:
@@ -74,6 +80,7 @@ def _adapters(replacing: Callable[..., object]) -> dict[str, TypeAdapter[Any]]:
     except Exception:
         return {}
 
+    # An edit gives the keyword arguments. A record of keywords (`Unpack`) gives one each field.
     for parameter in inspect.signature(replacing).parameters.values():
         hint = hints.pop(parameter.name, None)
         is_argument = parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "like"
@@ -87,12 +94,14 @@ def _adapters(replacing: Callable[..., object]) -> dict[str, TypeAdapter[Any]]:
     config = ConfigDict(strict=True, arbitrary_types_allowed=True)
     for name, hint in hints.items():
         if name not in ("return", "takes"):
+            # pydantic may have no check for a type of another package.
             with suppress(Exception):
                 adapters[name] = _adapter(hint, config)
     return adapters
 
 
 def _adapter(hint: Any, config: ConfigDict) -> TypeAdapter[Any]:
+    """Return the check of values of a type."""
     # A record states its own configuration, and is strict by that alone.
     if typing_extensions.is_typeddict(hint):
         return TypeAdapter(hint)
@@ -102,7 +111,15 @@ def _adapter(hint: Any, config: ConfigDict) -> TypeAdapter[Any]:
 def _check_partner(
     edit: Edit, layer: type[PlannedLayer], partner: Edit | None, by_path: Mapping[str, Edit]
 ) -> None:
-    """Raise PlanError where a norm, or the convolution before it, lost the edit of the other."""
+    """Raise PlanError where a norm, or the convolution before it, lost the edit of the other.
+
+    Args:
+        edit: The edit of the norm, or of the convolution.
+        layer: The class of the edit's layer. `layer.PARTNER` names the layer that must come before
+            it.
+        partner: The edit that reads this edit's path, if there is one.
+        by_path: All edits of the step, by path.
+    """
     # Without an eps of its own, the norm reads the convolution's output as it was.
     scales_input = "eps" in edit.args or "groups" not in edit.args
     if layer.PARTNER and scales_input and not edit.args.get("lead"):
@@ -112,9 +129,10 @@ def _check_partner(
             raise PlanError(f"edit of {edit.path}: {edit.layer} cannot stand alone", why, remedy)
         if partner.args.get("groups") != edit.args.get("groups"):
             why = f"{partner.path} has groups {partner.args.get('groups')}"
-            what = f"edit of {edit.path} has groups {edit.args.get('groups')}"
-            raise PlanError(what, why, "Give both edits the same groups")
+            problem = f"edit of {edit.path} has groups {edit.args.get('groups')}"
+            raise PlanError(problem, why, "Give both edits the same groups")
 
+    # The other way round: a convolution that is scaled needs the norm that undoes the scale.
     undoing = [name for name, other in planned_layers().items() if edit.layer == other.PARTNER]
     if undoing:
         norm = by_path.get(edit.reads[0]) if edit.reads else None
@@ -124,7 +142,9 @@ def _check_partner(
 
 
 def notes(network: Network, step: Step) -> list[str]:
-    """Return a sentence about numbers of a step that planning it for this network would not give.
+    """Return a sentence about a step's numbers that differ from those planned for this network.
+
+    The list is empty if no number differs.
 
     Args:
         network: The network that the step is for.
@@ -132,17 +152,17 @@ def notes(network: Network, step: Step) -> list[str]:
     """
     # A plan may name a scheme or layers that this network would not get.
     try:
-        own, _ = conversion.plan_step(network.anatomy, step.scheme, **step.options)
+        own_step, _ = conversion.plan_step(network.anatomy, step.scheme, **step.options)
     except (NormswapError, TypeError):
         return []
 
-    planned = {(edit.path, edit.layer): edit.args for edit in own.edits}
+    planned = {(edit.path, edit.layer): edit.args for edit in own_step.edits}
     differ: list[str] = []
     for edit in step.edits:
-        here = planned.get((edit.path, edit.layer), {})
+        own_args = planned.get((edit.path, edit.layer), {})
         for name, value in edit.args.items():
-            if _differs(value, here.get(name)):
-                differ.append(f"{name} of {edit.path} ({value:.4g}, here {here[name]:.4g})")
+            if _differs(value, own_args.get(name)):
+                differ.append(f"{name} of {edit.path} ({value:.4g}, here {own_args[name]:.4g})")
     if not differ:
         return []
     return [
@@ -151,9 +171,9 @@ def notes(network: Network, step: Step) -> list[str]:
     ]
 
 
-def _differs(value: object, here: object) -> bool:
+def _differs(value: object, planned: object) -> bool:
     """Return whether two numbers differ; other values are not compared."""
-    for number in (value, here):
+    for number in (value, planned):
         if isinstance(number, bool) or not isinstance(number, int | float):
             return False
-    return not math.isclose(float(value), float(here), rel_tol=_SAME)  # type: ignore[arg-type]
+    return not math.isclose(float(value), float(planned), rel_tol=_SAME)  # type: ignore[arg-type]

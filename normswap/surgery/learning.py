@@ -74,6 +74,7 @@ def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Modu
                 learned.append(read)
 
         names = dict(placed[edit.path].named_parameters()) if learned else {}
+        # The gammas are in the parameters that scale, not in the biases.
         scales = [name for name in names if name.rpartition(".")[2] not in (*_BETAS, "in_bias")]
         if not any(names[name].requires_grad for name in scales):
             stopped += learned
@@ -93,20 +94,26 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
         reads: The modules that the edit reads.
     """
     own = dict(old.named_parameters())
+    leaf = name.rpartition(".")[2]
     absorbed = list(zip(reads, edit.takes, strict=True)) if edit.takes else []
     summed = [module for module, absorption in absorbed if absorption.way is AbsorbMode.SUM]
     weight_learns = any(_weight_learns(module) for module in (old, *summed))
-    leaf = name.rpartition(".")[2]
 
     # In tune mode gamma and beta of the norm stay parameters.
     tuned = [module for module, absorption in absorbed if absorption.way is AbsorbMode.NORM]
     if tuned and leaf in ("gamma", "beta"):
-        return _learns_for_norm({"gamma": "weight", "beta": "bias"}[leaf], tuned[0], [old, *reads])
+        name_in_norm = {"gamma": "weight", "beta": "bias"}[leaf]
+        return _learns_for_norm(name_in_norm, tuned[0], [old, *reads])
 
+    # A bias carries the old bias and the betas of the neighbours.
     if leaf in _BETAS:
-        carried = [m for m, absorption in absorbed if absorption.way in _CARRIES_BETA]
-        flags = [flag for module in (old, *carried) for flag in _beta_flags(module)]
+        carried = [module for module, absorption in absorbed if absorption.way in _CARRIES_BETA]
+        flags: list[bool] = []
+        for module in (old, *carried):
+            flags += _beta_flags(module)
         return any(flags) if flags else weight_learns
+
+    # A scale of the filters carries the gammas of the neighbours.
     if leaf in _FILTER_SCALES:
         gammas = [
             _tensor(module, _GAMMAS)
@@ -115,6 +122,7 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
         ]
         is_carried = any(gamma is not None and gamma.requires_grad for gamma in gammas)
         return is_carried or (own[name].requires_grad if name in own else weight_learns)
+
     if name in own:
         return own[name].requires_grad
     if leaf == "in_bias":
@@ -130,12 +138,18 @@ def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) 
         old: The module that stood there.
         stood_for: The modules whose parameters the new ones stand for.
     """
+    # A tensor that stood there under the same name decides.
     same = {**dict(old.named_buffers()), **dict(old.named_parameters())}.get(name)
     if same is not None:
         return same.requires_grad
 
     leaf = name.rpartition(".")[2]
-    names = _GAMMAS if leaf in (*_GAMMAS, "alpha") else _BETAS if leaf in _BETAS else ()
+    names: tuple[str, ...] = ()
+    if leaf in (*_GAMMAS, "alpha"):
+        names = _GAMMAS
+    elif leaf in _BETAS:
+        names = _BETAS
+
     for module in stood_for:
         tensor = _tensor(module, names)
         # The scalar of a branch is more than a constant gamma, so only a parameter decides.
@@ -146,9 +160,12 @@ def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) 
 
 def _weight_learns(module: nn.Module) -> bool:
     """Return whether the weight of a layer learns, or what it is computed from."""
-    names = (*_BETAS, "in_bias")
-    parameters = module.named_parameters()
-    return any(p.requires_grad for name, p in parameters if name.rpartition(".")[2] not in names)
+    biases = (*_BETAS, "in_bias")
+    return any(
+        parameter.requires_grad
+        for name, parameter in module.named_parameters()
+        if name.rpartition(".")[2] not in biases
+    )
 
 
 def _beta_flags(module: nn.Module) -> Iterator[bool]:
@@ -187,11 +204,21 @@ def _elsewhere(model: nn.Module, path: str) -> nn.Module:
     for name in path.split(".")[:-1]:
         module = module.get_submodule(name)
         around.append(module)
-    return next((m for m in reversed(around) if _learning(m) is not None), model)
+    for module in reversed(around):
+        if _learning(module) is not None:
+            return module
+    return model
 
 
 def _follow_modes(old: nn.Module, new: nn.Module, kept: str | None) -> None:
-    """Give placed modules the mode of what stood there. What is a copy keeps its own mode."""
+    """Give placed modules, in place, the mode (training or eval) of what stood there.
+
+    Args:
+        old: The module that stood there.
+        new: The layer that is placed.
+        kept: The path of the old module inside the new layer, if it stays. It is a copy that has
+            its modes.
+    """
     modes = {path: (type(part), part.training) for path, part in nn.Module.named_modules(old)}
     for path, module in nn.Module.named_modules(new):
         if kept is not None and (path == kept or path.startswith(f"{kept}.")):
