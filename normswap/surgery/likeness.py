@@ -56,23 +56,27 @@ def batchnorm_like(
         module = _built(network, like)
         arch = provenance.of(module).arch
 
+    # The skeleton is the other class's network, with this one's tensors, inputs and origin.
     module.to(network.device, network.dtype).train(network.module.training)
     skeleton = unfolding.bare(network, module, arch)
     if network.inputs is None:
         skeleton = replace(skeleton, size=network.input_size)
     maps = _fill(network, skeleton)
     norms: dict[str, Any] = {path: module.get_submodule(path) for path in maps}
+
+    # While statistics are measured, each norm computes its s x + t already, so that the layers
+    # behind it read what they will read. Then gamma and beta undo the measured statistics.
     _undo_statistics(module, maps)
     measured = channel_moments.measure(module, norms, batches, network.progress)
     measured.store(norms)
     _undo_statistics(module, maps)
+
     precise = doubles.compare_double(
         network, lambda: _undo_statistics(skeleton.doubled().module, maps)
     )
     report = comparison.compare(network, module, precise=precise)
     if report.unproved:
         verdict.require_passed(report, "batchnorm")
-
     if not report.passed:
         worst = max(report.logits, key=lambda error: error.relative_l2)
         why = (
@@ -87,19 +91,31 @@ def batchnorm_like(
 
 @torch.no_grad()
 def _undo_statistics(module: nn.Module, maps: Mapping[str, Pair]) -> nn.Module:
-    """Return the network, in which each norm, in place, computes its s x + t."""
+    """Set gammas and betas, in place, so that each norm computes its s x + t; return the network.
+
+    Args:
+        module: The network.
+        maps: The s and t of each norm, each (C,), by the norm's path.
+    """
     for path, (scale, shift) in maps.items():
         measured_norm.undo_statistics(module.get_submodule(path), shift, scale)
     return module
 
 
 def _built(network: Network, like: str) -> nn.Module:
+    """Return a network of an architecture with as many input channels and classes as `network`.
+
+    Args:
+        network: The network whose weights will be loaded.
+        like: The architecture, named as a MODEL is.
+    """
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)
-    target = _classes(Network(module, size=network.input_size))
+
+    usual_classes = _classes(Network(module, size=network.input_size))
     classes = _classes(network)
-    if target == classes or not (target and classes):
+    if usual_classes == classes or not (usual_classes and classes):
         return module
     return zoo.open_source(like, weights="random", in_chans=in_chans, num_classes=classes)
 
@@ -107,7 +123,7 @@ def _built(network: Network, like: str) -> nn.Module:
 def _classes(network: Network) -> int:
     """Return how many classes a network tells apart; 0 where nothing says it.
 
-    Its classifier says it, or what its builder was told.
+    The rows of its classifier's weight say it, or else the argument `num_classes` of its builder.
     """
     anatomy = network.anatomy
     arch = provenance.of(network.module).arch
@@ -119,13 +135,21 @@ def _classes(network: Network) -> int:
 def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
     """Copy tensors and extra state into the skeleton, and reset the statistics of its norms.
 
+    Args:
+        network: The network without norms.
+        skeleton: The network of the other class, which is written to.
+
     Returns:
-        The s and t, each (C,), of the map s x + t that each norm must compute, by its path: what
-        stands there in the network, after the bias of a convolution that has none in the skeleton.
+        The s and t, each (C,), of the map s x + t that each norm must compute, by the norm's path.
+        It is the map that stands there in the network. The bias of a convolution that has none in
+        the skeleton comes on top.
+
+    Raises:
+        RefusedError: The weights do not fit the class, or a norm of the class cannot be the
+            identity.
     """
     traced = skeleton.anatomy.traced
     tensors = copying.tensors(network.module)
-
     maps: dict[str, Pair] = {}
     for path, norm in traced.modules.items():
         site = traced.site(path)
@@ -133,6 +157,7 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
             _reset(path, norm)
             maps[path] = _map_at(network.module, site)
 
+    # All other tensors are copied by name. A bias that the network lacks is zero.
     state = copying.state_tensors(skeleton.module)
     for name, tensor in copying.tensors(skeleton.module).items():
         path, _, leaf = name.rpartition(".")
@@ -147,6 +172,8 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
             raise RefusedError(_ANOTHER, f"it has no {name} of size {tuple(tensor.shape)}")
     _copy_extra_state(network.module, skeleton.module)
 
+    # The norm takes up the bias of the convolution before it: s (x + bias) + t. Which norm follows
+    # which convolution, the plan of folding says.
     for edit in fold_norms(skeleton.anatomy).edits():
         after = [read for read in edit.absorbed if read[1].way is AbsorbMode.AFTER]
         name = f"{edit.path}.bias"
@@ -161,6 +188,10 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
 
 def _reset(path: str, norm: nn.Module) -> None:
     """Give a norm the statistics of no images, in place: mean 0 and variance 1.
+
+    Args:
+        path: The norm's path, for errors.
+        norm: The norm.
 
     Raises:
         RefusedError: The norm has no gamma and beta, or no running statistics.
@@ -180,26 +211,35 @@ def _reset(path: str, norm: nn.Module) -> None:
 
 
 def _map_at(model: nn.Module, norm: Site) -> Pair:
-    """Return s and t, each (C,), of what stands in the network where the norm is to stand.
+    """Return s and t, each (C,), of what stands in the network where a norm is to stand.
 
-    Where nothing is left of the norm that is the identity.
+    Where nothing stands there that computes s x + t, they are 1 and 0.
+
+    Args:
+        model: The network without norms.
+        norm: The site of the norm in the skeleton.
     """
     device = norm.module.get_buffer("running_mean").device
     ones = torch.ones(norm.channels, dtype=torch.float64, device=device)
 
-    now = copying.tree(model).get(norm.path)
-    is_map = isinstance(now, OwnLayer) and now.AFFINE and now.PER_CHANNEL
-    if now is None or not (is_map or site_of(now).is_affine_norm):
+    present = copying.tree(model).get(norm.path)
+    is_map = isinstance(present, OwnLayer) and present.AFFINE and present.PER_CHANNEL
+    if present is None or not (is_map or site_of(present).is_affine_norm):
         return ones, torch.zeros_like(ones)
-    scale, shift = site_of(now).scale_and_shift
+    scale, shift = site_of(present).scale_and_shift
     return scale.to(device) * ones, shift.to(device) * ones
 
 
 def _copy_extra_state(source: nn.Module, target: nn.Module) -> None:
-    """Give the layers of a network, in place, the extra state of those of another."""
-    usual = nn.Module.get_extra_state
-    modules = copying.tree(source)
+    """Copy the extra state of layers to the layers of the same path and class in another network.
+
+    Args:
+        source: The network whose state is read.
+        target: The network that is written to.
+    """
+    without_state = nn.Module.get_extra_state
+    source_modules = copying.tree(source)
     for path, module in copying.tree(target).items():
-        same = modules.get(path)
-        if type(module).get_extra_state is not usual and type(same) is type(module):
+        same = source_modules.get(path)
+        if type(module).get_extra_state is not without_state and type(same) is type(module):
             module.set_extra_state(same.get_extra_state())  # type: ignore[union-attr]

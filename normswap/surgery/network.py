@@ -46,19 +46,22 @@ class HasModel(Protocol):
 
 
 class _Calls:
-    """Batches, a function that returns them, or a single batch, as calls of a network."""
+    """Batches, a function that returns them, or a single batch, as calls of a network.
+
+    Args:
+        calibrate: The batches, the function or the single batch.
+        form: How the network is called, without values.
+    """
 
     def __init__(self, calibrate: Batches, form: Example) -> None:
         batches: object = calibrate
         if callable(calibrate):
             batches = calibrate()
 
-        several = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
-        if (
-            several
-            or not isinstance(batches, Iterable)
-            or isinstance(batches, Tensor | Mapping | Example)
-        ):
+        # A tuple with one entry for each argument of the network is a single batch.
+        is_arguments = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
+        is_batch = isinstance(batches, Tensor | Mapping | Example)
+        if is_arguments or is_batch or not isinstance(batches, Iterable):
             batches = [batches]
 
         self.batches: Iterable[object] = batches
@@ -126,8 +129,10 @@ class Network:
         with suppress(NormswapError):
             for call in _Calls(self.calibrate, calling.form(self.module)):
                 of_images = call.only_images and not call.listed and call.images.is_floating_point()
-                name, value = ("size", call.size) if of_images else ("inputs", [call.first(2)])
-                object.__setattr__(self, name, value)
+                if of_images:
+                    object.__setattr__(self, "size", call.size)
+                else:
+                    object.__setattr__(self, "inputs", [call.first(2)])
                 return
 
     @classmethod
@@ -143,7 +148,18 @@ class Network:
     ) -> Network:
         """Return the record of a module, or of a result that holds one.
 
-        A record itself is returned with the other arguments in place of its own.
+        Args:
+            model: A module, a result that holds one, or a record. A record is returned with the
+                other arguments that are given in place of its own.
+            inputs: The network's inputs, as the record's field of this name.
+            size: The size (C, H, W) of one input.
+            seed: The seed of all random numbers. By default it is 0, or the record's own.
+            calibrate: The images to fit values to, as the record's field of this name.
+            progress: Called while values are fitted, with the layers done and their total.
+
+        Raises:
+            OptionError: Both `inputs` and `size` are given.
+            SourceError: `model` holds no module, or the module cannot be converted as it is.
         """
         if inputs is not None and size is not None:
             raise OptionError(
@@ -173,10 +189,16 @@ class Network:
         return network
 
     def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
-        """The same network, with its anatomy and calls, and other images to fit values to."""
+        """Return the same network, with its anatomy and calls, and other images to fit values to.
+
+        Args:
+            images: The images. None stands for no images.
+            progress: Called while values are fitted, with the layers done and their total.
+        """
         return replace(self, calibrate=images, progress=progress)._seen_as(self)
 
     def _seen_as(self, other: Network) -> Network:
+        """Take what another record of the same module has looked up; return this record."""
         looked_up = ("anatomy", "calls", "examples", "short_example")
         self.__dict__.update(
             {name: value for name, value in other.__dict__.items() if name in looked_up}
@@ -194,7 +216,7 @@ class Network:
         return replace(after, inputs=[call.like(module) for call in self.calls])
 
     def doubled(self) -> Network:
-        """The network with a copy of its module, in float64."""
+        """Return a record with a copy of the module, in float64."""
         return self.after(copying.to_double(self.module))
 
     @property
@@ -211,7 +233,7 @@ class Network:
 
     @cached_property
     def device_has_double(self) -> bool:
-        """Whether its device has float64: MPS has not."""
+        """Whether the network's device has float64, which MPS lacks."""
         try:
             torch.empty(1, dtype=torch.float64, device=self.device)
         except (TypeError, RuntimeError):
@@ -295,11 +317,12 @@ class Network:
 
     @cached_property
     def short_example(self) -> Example:
-        """The call that is enough to look at.
+        """A short call, for runs that need not see a whole batch.
 
-        It is the given batch where that is small, else its first sample, if the network takes that
-        alone and gives the same for it. Of noise, which has two samples, it is always the first:
-        whoever uses it takes the whole batch where that does not run.
+        A small batch is taken as it is. Of a larger one it is the first sample, if the network
+        takes that alone and gives the same for it. Of noise, which has two samples, it is always
+        the first, even if the network does not run on it. Whoever uses the call then takes the
+        whole batch.
         """
         example = self.examples[0]
         if self.inputs is None:
@@ -337,7 +360,12 @@ class Network:
 
 
 def calls_of(images: Batches, network: Network) -> Iterable[Example]:
-    """Images as calls of the network; iterable repeatedly if the images are."""
+    """Return images as calls of a network; they can be iterated repeatedly if the images can.
+
+    Args:
+        images: Batches, a function that returns them, or a single batch.
+        network: The network that the calls are for.
+    """
     calls = _Calls(images, network.form)
     if isinstance(calls.batches, Iterator):
         return iter(calls)

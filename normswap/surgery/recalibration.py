@@ -83,6 +83,7 @@ def recalibrate(
         )
         raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
 
+    # Norms that cannot be measured are refused before any work.
     norms_of(network.module)
     conversion = carry_out(network, Step("recalibrate", record, ()))
     if not broken:
@@ -142,10 +143,13 @@ def changed_answers(
         new_outputs = _outputs(after, call)
         if not old_outputs or not all(bool(old.isfinite().all()) for old in old_outputs):
             return None
+
         count += call.count
         for old, new in zip(old_outputs, new_outputs, strict=True):
             distance += float((new - old).square().sum())
             size += float(old.square().sum())
+
+        # The share of changed classes is known only if every batch gives scores (N, classes).
         scores_classes &= len(old_outputs) == 1 and old_outputs[0].ndim == 2
         scores_classes &= old_outputs[0].shape[-1] > 1
         if scores_classes:
@@ -153,11 +157,17 @@ def changed_answers(
             changed += int(is_other.sum())
 
     relative_l2 = (distance / max(size, 1e-60)) ** 0.5
-    return ChangedAnswers(count, changed / count if scores_classes else None, relative_l2)
+    changed_share = changed / count if scores_classes else None
+    return ChangedAnswers(count, changed_share, relative_l2)
 
 
 def _outputs(model: nn.Module, call: Example) -> list[Tensor]:
-    """Return the floating-point outputs with a row for each input, in float64 on the CPU."""
+    """Return the floating-point outputs with a row for each input, in float64 on the CPU.
+
+    Args:
+        model: The network, which runs in eval mode.
+        call: A batch of its inputs.
+    """
     with undisturbed(model):
         named = named_tensors(call.map(torch.clone).call(model))
     return [
@@ -168,12 +178,24 @@ def _outputs(model: nn.Module, call: Example) -> list[Tensor]:
 
 
 def _keeps_statistics(model: nn.Module) -> bool:
+    """Whether a norm of the network learns a running mean and variance in training."""
     return any(site.learns_statistics for site in sites_of(model))
 
 
 def _restored(
     network: Network, references: Sequence[nn.Module], means_only: bool, record: Body
 ) -> Conversion:
+    """Give each layer's output the mean and variance per channel that it has in other networks.
+
+    Args:
+        network: A network without BatchNorm, with the images.
+        references: The network before the change, or all the networks whose average it is.
+        means_only: Whether only means are given back, by changing biases.
+        record: Values about the data that the plan records.
+
+    Raises:
+        RefusedError: The network keeps running statistics of its own.
+    """
     if _keeps_statistics(network.module):
         remedy = f"Leave out '{spelled('against')}': its BatchNorms get those of the images"
         raise RefusedError("the network keeps statistics of its own", remedy=remedy)
@@ -194,14 +216,23 @@ def _restored(
 
 
 def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
+    """Return a network with its BatchNorms folded, or itself if it has none.
+
+    Args:
+        reference: The network.
+        like: The record of the network that it is compared with, whose inputs it takes.
+    """
     if not any(site.is_batchnorm for site in sites_of(reference)):
         return reference
-    return convert(
-        reference, "folded", inputs=like.inputs, input_size=like.size, branches="keep"
-    ).model
+    folded = convert(reference, "folded", inputs=like.inputs, input_size=like.size, branches="keep")
+    return folded.model
 
 
 def _without_broken_statistics(model: nn.Module | Network) -> tuple[nn.Module | Network, list[str]]:
+    """Return a copy in which broken statistics are mean 0 and variance 1, and the norms' paths.
+
+    A network without broken statistics is returned itself, and so is a record.
+    """
     if not isinstance(model, nn.Module):
         return model, []
 
@@ -210,7 +241,6 @@ def _without_broken_statistics(model: nn.Module | Network) -> tuple[nn.Module | 
         for path, module in nn.Module.named_modules(model)
         if network_input.has_broken_statistics(module)
     ]
-
     if broken:
         model = copying.duplicate(model, {})
     for path in broken:

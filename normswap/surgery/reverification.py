@@ -25,7 +25,11 @@ from normswap.surgery.network import Network
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
-    """Return the source of a converted network.
+    """Return the name of a converted network's source, as its record has it.
+
+    Args:
+        result: The converted network.
+        directory: The directory that it was loaded from, for errors.
 
     Raises:
         SourceError: The source had random weights, which are lost.
@@ -40,7 +44,10 @@ def recorded(result: nn.Module, directory: Path) -> str:
 
 
 def how(result: nn.Module) -> Body:
-    """Return the options with which the source of a result is opened; none if it has no record."""
+    """Return the keywords that open the source of a result; none if nothing recorded them.
+
+    They are keywords of `checkpoint.open_model`.
+    """
     record = provenance.of(result)
     if record.arch is None:
         return {}
@@ -61,7 +68,12 @@ def how(result: nn.Module) -> Body:
 def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
     """Whether the source still has the tensors that it had when the result was made.
 
-    None says that this was not recorded.
+    Args:
+        source: The source, as it was opened now.
+        result: The converted network.
+
+    Returns:
+        Whether the hashes of both agree, or None if no hash was recorded.
     """
     hashed = provenance.of(result).sha256
     if hashed is None:
@@ -71,6 +83,10 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
 
 def again(source: Network, result: nn.Module) -> Report:
     """Compare a loaded result with its source.
+
+    Args:
+        source: The source.
+        result: The result, whose plan says whether it claims to be exact.
 
     Raises:
         TraceError: The source cannot be recorded.
@@ -85,17 +101,22 @@ def again(source: Network, result: nn.Module) -> Report:
 def first_converted_layer_apart(
     source: Network, result: nn.Module, report: Report
 ) -> Departure | None:
-    """The first layer that computes something else than what the recorded plan makes of the source.
+    """Return the first layer of a result that differs from the source with the plan applied to it.
 
-    None where the report passed, where values were fitted, which no plan tells, and where the plan
-    does not fit.
+    Args:
+        source: The source.
+        result: The converted network, which records its plan.
+        report: The comparison of both.
+
+    Returns:
+        The layer. None where the report passed, where values were fitted, which no plan records,
+        and where the plan does not fit the source.
     """
     if report.passed or not report.exact:
         return None
 
     example = source.examples[0]
-    values = list[object]()
-
+    values: list[object] = []
     allowed = report.tolerance[report.worst.precision]
     try:
         expected = applying.apply(source.module, provenance.of(result).plan.steps)

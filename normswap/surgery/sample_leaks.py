@@ -64,6 +64,7 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
         RefusedError: Samples are mixed, a buffer changes, the trainer refuses a layer, or the
             network does not run in training mode, so that nothing is proved.
     """
+    # Samples stay apart, and nothing but parameters changes.
     trial = _Trial.of(network, result, purpose)
     findings = {**trial.changed_state(), **trial.mixed_samples()}
     remedy = ""
@@ -144,7 +145,13 @@ class _Calls:
 
 
 class _Trial:
-    """Steps of training on batches that have some samples in common."""
+    """Steps of training on batches that have some samples in common.
+
+    Args:
+        model: The copy of the result that is trained. Each step trains a fresh copy of it.
+        call: The batch.
+        rounding: What may differ by rounding, relative to the largest number of a tensor.
+    """
 
     def __init__(self, model: nn.Module, call: Example, rounding: float) -> None:
         rows = torch.arange(call.count)
@@ -159,6 +166,11 @@ class _Trial:
     @classmethod
     def of(cls, network: Network, result: nn.Module, purpose: str) -> _Trial:
         """Return a trial of a copy of the result on the first batch that it runs on.
+
+        Args:
+            network: The source, whose first example gives the batch.
+            result: The converted network.
+            purpose: The name of the purpose, for errors.
 
         Raises:
             RefusedError: The copy runs on no batch, or its outputs are not finite or depend on no
@@ -178,6 +190,17 @@ class _Trial:
     def _that_runs(
         cls, network: Network, result: nn.Module, unproved: str, *, spread: bool
     ) -> _Trial:
+        """Return a trial on the first batch that the copy runs on, finite or not.
+
+        Args:
+            network: The source, whose first example gives the batch.
+            result: The converted network.
+            unproved: The sentence that an error begins with.
+            spread: Whether the copy's parameters are moved a little first.
+
+        Raises:
+            RefusedError: The copy runs on no batch.
+        """
         record = network.after(result)
         model = record.doubled().module if record.has_double else duplicate(result, {})
         if spread:
@@ -208,7 +231,10 @@ class _Trial:
 
     @property
     def depends_on_samples(self) -> bool:
-        """Whether some output moves with the other samples, as it has to."""
+        """Whether some output moves when the other samples change.
+
+        It has to: the outputs hold the other samples' answers, too.
+        """
         pairs = (
             (self.first.outputs, self.second.outputs),
             (self.first.later, self.second.later),
@@ -241,17 +267,19 @@ class _Trial:
                 path, _, own = name.rpartition(".")
                 names.setdefault(path, []).append(own)
 
-        kinds = tree(self.model)
-        return {
-            path: (
-                f"a step of training changes what a {type(kinds[path]).__name__} keeps beside its"
-                f" parameters ({', '.join(own[:_LISTED])})"
+        modules = tree(self.model)
+        reasons: dict[str, str] = {}
+        for path, own_names in names.items():
+            reasons[path] = (
+                f"a step of training changes what a {type(modules[path]).__name__} keeps beside its"
+                f" parameters ({', '.join(own_names[:_LISTED])})"
             )
-            for path, own in names.items()
-        }
+        return reasons
 
     def mixed_samples(self) -> dict[str, str]:
         """Return the module whose forward mixes samples, by path, with the operation."""
+        # First the outputs of the step are compared, then those of the batch after it, then the
+        # gradients.
         outputs = self._leaking_outputs(self.first.outputs, self.second.outputs)
         later = not outputs
         if later:
@@ -263,6 +291,7 @@ class _Trial:
         if not outputs and not gradient:
             return {}
 
+        # What the leak does, in words.
         if outputs:
             name, share = next(iter(outputs.items()))
             output = f"output {name}" if name else "the output"
@@ -271,6 +300,7 @@ class _Trial:
             consequence = f"the gradient of a sample moves by {100 * gradient:.3g} %"
         consequence += " when only the other samples change"
 
+        # Where it happens.
         operation = self._first_mixing(later=later and bool(outputs))
         if operation is not None:
             kind = type(tree(self.model)[operation.path]).__name__
@@ -288,16 +318,19 @@ class _Trial:
         """
         findings = {}
         for path, inputs in self.first.rows.items():
-            for entered, other in zip(inputs, self.second.rows.get(path, []), strict=False):
-                if entered.shape != other.shape or not bool(self._moved(entered, other).any()):
+            for read, other_read in zip(inputs, self.second.rows.get(path, []), strict=False):
+                # An input that stays when samples change has no rows of theirs, and inputs of two
+                # shapes cannot be compared.
+                has_same_shape = read.shape == other_read.shape
+                if not has_same_shape or not bool(self._moved(read, other_read).any()):
                     continue
 
-                if len(entered) != self.count:
+                if len(read) != self.count:
                     findings[path] = (
-                        f"it gets {len(entered)} rows for {self.count} samples, so the gradient of"
+                        f"it gets {len(read)} rows for {self.count} samples, so the gradient of"
                         " a row is not that of a sample"
                     )
-                elif bool(self._moved(entered, other)[KEPT].any()):
+                elif bool(self._moved(read, other_read)[KEPT].any()):
                     findings[path] = (
                         "row i of its input is not sample i, so the gradient of a row is not that"
                         " of a sample"
@@ -308,7 +341,12 @@ class _Trial:
     def _leaking_outputs(
         self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """Return the outputs that move for the kept sample, with the relative L2 of the move."""
+        """Return the outputs that move for the kept sample, with the relative L2 of the move.
+
+        Args:
+            first: The outputs of the run on the batch itself, by name.
+            second: The outputs of the run whose other samples are changed, by name.
+        """
         leaks: dict[str, float] = {}
         for name, value in first.items():
             other = second.get(name)
@@ -318,6 +356,7 @@ class _Trial:
                 leaks[name] = 1.0
                 continue
 
+            # Only the kept sample's part of an output has to stay. An entry of a list is its part.
             dim = _sample_dim(value, self.count)
             if self.first.listed:
                 moved = self._moved(value, other)
@@ -341,6 +380,12 @@ class _Trial:
 
         One number for the batch may be a sum over samples, as a loss is. A sum f of a sample a and
         of others b satisfies f(a, b) - f(a', b) = f(a, b') - f(a', b').
+
+        Args:
+            name: The name of the output.
+            value: The output f(a, b) of the batch itself.
+            others_changed: The output f(a, b') with the other samples changed.
+            later: Whether it is the output of the batch after the step.
         """
         kept_changed = self._others["kept"][later].get(name, others_changed)
         if kept_changed.shape != value.shape:
@@ -351,13 +396,18 @@ class _Trial:
             return moved
 
         all_changed = self._others["all"][later].get(name, value)
-        size = (value - kept_changed).abs() + (others_changed - all_changed).abs()
-        rest = (value - kept_changed) - (others_changed - all_changed)
+        change = value - kept_changed
+        change_beside_others = others_changed - all_changed
+        size = change.abs() + change_beside_others.abs()
+        rest = change - change_beside_others
         return rest.abs() > self.rounding * (size + value.abs())
 
     @cached_property
     def _others(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        """The outputs of both runs with the kept sample changed, and with all samples changed."""
+        """The outputs with the kept sample changed ("kept"), and with all samples changed ("all").
+
+        Each is a pair: the outputs of the step, and those of the batch after it.
+        """
         steps = {
             "kept": _step(self.model, self.kept_changed),
             "all": _step(self.model, self.all_changed),
@@ -379,32 +429,42 @@ class _Trial:
         Where there is none, it is the first that puts another sample in the kept sample's row. An
         operation that the gradient of an output passes is preferred: what a forward only looks at
         is not the cause.
+
+        Args:
+            later: Whether the batch after the step is looked at.
         """
         operations, outputs = _watched(self.model, self.calls, later=later)
         others, _ = _watched(self.model, self.others_changed, later=later)
         kept, _ = _watched(self.model, self.kept_changed, later=later)
 
+        # The three runs make the same operations in the same order.
         mixing = []
         reordering = []
-        for here, other, with_kept in zip(operations, others, kept, strict=False):
-            for live, value, a, b in zip(
-                here.live, here.values, other.values, with_kept.values, strict=False
+        for operation, with_others, with_kept in zip(operations, others, kept, strict=False):
+            for live, value, others_changed, kept_changed in zip(
+                operation.live,
+                operation.values,
+                with_others.values,
+                with_kept.values,
+                strict=False,
             ):
-                if not value.shape == a.shape == b.shape:
-                    mixing.append((here, live))
+                if not value.shape == others_changed.shape == kept_changed.shape:
+                    mixing.append((operation, live))
                     continue
-                moved = self._moved(value, a)
-                if bool((moved & self._moved(value, b)).any()):
-                    mixing.append((here, live))
+                moved = self._moved(value, others_changed)
+                if bool((moved & self._moved(value, kept_changed)).any()):
+                    mixing.append((operation, live))
                 elif value.ndim and len(value) == self.count and bool(moved[KEPT].any()):
-                    reordering.append((here, live))
+                    reordering.append((operation, live))
 
         found = mixing or reordering
-        if not found:
-            return None
-        return next((operation for operation, live in found if _passes(outputs, live)), found[0][0])
+        for operation, live in found:
+            if _passes(outputs, live):
+                return operation
+        return found[0][0] if found else None
 
     def _any_moved(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+        """Whether any output of two runs differs by more than rounding."""
         for name, value in first.items():
             other = second.get(name)
             if other is None or other.shape != value.shape or bool(self._moved(value, other).any()):
@@ -433,19 +493,24 @@ def _spread_parameters(model: nn.Module) -> None:
 
 
 def _step(model: nn.Module, calls: _Calls) -> _Step:
-    """Train a fresh copy for a step, forward and backward, then run the later batch."""
+    """Train a fresh copy for a step, forward and backward, then run the later batch.
+
+    Args:
+        model: The network, which is not changed.
+        calls: The batch to train on, and the later one.
+    """
     copied = _fresh(model)
     call = calls.call
     rows: dict[str, list[Tensor]] = {}
 
-    def keep(path: str, _module: nn.Module, args: tuple[object, ...]) -> None:
+    def keep_rows(path: str, _module: nn.Module, args: tuple[object, ...]) -> None:
         if args and isinstance(args[0], Tensor) and args[0].ndim:
             rows.setdefault(path, []).append(args[0].detach().clone())
 
     handles = []
     for path, module in tree(copied).items():
-        if any(p.requires_grad for p in module.parameters(recurse=False)):
-            handles.append(module.register_forward_pre_hook(partial(keep, path)))
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            handles.append(module.register_forward_pre_hook(partial(keep_rows, path)))
 
     leaves = call.map_floats(lambda tensor: tensor.detach().clone().requires_grad_())
     with _training(copied, seed=0):
@@ -454,6 +519,7 @@ def _step(model: nn.Module, calls: _Calls) -> _Step:
             result = leaves.map(torch.clone).call(copied)
         outputs = _outputs(result)
         gradients = _gradients(_loss(outputs, call.count), leaves)
+
     with _training(copied, seed=1), torch.no_grad():
         later = _outputs(calls.later.map(torch.clone).call(copied))
 
@@ -485,7 +551,13 @@ def _gradients(loss: Tensor, leaves: Example) -> Example:
 def _watched(
     model: nn.Module, calls: _Calls, *, later: bool
 ) -> tuple[list[_Operation], dict[str, Tensor]]:
-    """Return every operation of a forward in training mode, in order, and the outputs."""
+    """Return every operation of a forward in training mode, in order, and the outputs.
+
+    Args:
+        model: The network, which is not changed.
+        calls: The batch to train on, and the later one.
+        later: Whether the later batch is run.
+    """
     copied = _fresh(model)
     watch = _Watch(copied)
     call = calls.later if later else calls.call
@@ -499,16 +571,22 @@ def _watched(
 
 
 class _Watch(TorchFunctionMode):
-    """Keeps every operation of one forward, with the module whose forward makes it."""
+    """Keeps every operation of one forward, with the module whose forward makes it.
+
+    Args:
+        model: The network that is watched.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.modules = tree(model)
+        # The paths of the modules that run now, the innermost last.
         self.around = [""]
         self.operations: list[_Operation] = []
 
     def hooks(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Register the hooks that follow which module runs."""
+        """Register the hooks that follow which module runs, and yield their handles."""
+        # A module with several paths is followed by its first one.
         distinct: dict[nn.Module, str] = {}
         for path, module in self.modules.items():
             if path and not isinstance(module, torch.jit.ScriptModule):
@@ -548,7 +626,7 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
-    """Tell whether an output's gradient reaches a value."""
+    """Whether an output's gradient reaches a value."""
     totals = [output.abs().sum() for output in outputs.values() if output.requires_grad]
     if not totals or not value.requires_grad:
         return False
@@ -558,12 +636,22 @@ def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
 
 def _fresh(model: nn.Module) -> nn.Module:
     """Return a copy that shares the parameters that learn and owns everything else."""
-    return duplicate(model, {id(p): p for p in nn.Module.parameters(model) if p.requires_grad})
+    parameters = nn.Module.parameters(model)
+    shared = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
+    return duplicate(model, shared)
 
 
 @contextmanager
 def _training(model: nn.Module, seed: int) -> Iterator[None]:
-    """Train with gradients and given random numbers; the user's random numbers go on afterwards."""
+    """Put a network in training mode, with gradients and random numbers of a seed, for a while.
+
+    The user's random numbers go on afterwards as if nothing had drawn any. The network stays in
+    training mode.
+
+    Args:
+        model: A copy of the network.
+        seed: The seed of torch's, numpy's and Python's random numbers.
+    """
     tensor = calling.anchor(model)
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -582,11 +670,12 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _outputs(result: object) -> dict[str, Tensor]:
+    """Return dense copies of the tensors that a forward returns, by name."""
     return {name: running.dense(tensor) for name, tensor in named_tensors(result)}
 
 
 def _is_listed(result: object, count: int) -> bool:
-    """Tell whether a forward returns an entry for each sample, as detectors do."""
+    """Whether a forward returns a list with an entry for each sample, as detectors do."""
     if not isinstance(result, list | tuple) or len(result) != count:
         return False
     return all(_sample_dim(tensor, count) != 0 for _, tensor in named_tensors(result))
@@ -602,9 +691,9 @@ def _loss(outputs: Mapping[str, Tensor], count: int) -> Tensor:
         if not value.requires_grad:
             continue
         real = torch.view_as_real(value) if value.is_complex() else value
-        loss = loss.to(real) + (
-            real.sum() if _sample_dim(value, count) is None else real.square().sum()
-        )
+        if _sample_dim(value, count) is not None:
+            real = real.square()
+        loss = loss.to(real) + real.sum()
     return loss
 
 
@@ -621,9 +710,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     state = {}
     for path, module in tree(model).items():
         frozen = {
-            name: p
-            for name, p in module._parameters.items()
-            if p is not None and not p.requires_grad
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad
         }
         for name, tensor in {**frozen, **module._buffers}.items():
             if tensor is not None:
@@ -636,21 +725,23 @@ def _keeper(first: nn.Module, second: nn.Module) -> str:
     """Return the path of the first module that holds other numbers after another batch."""
     others = tree(second)
     for path, module in tree(first).items():
-        held = dict(named_tensors({k: v for k, v in vars(module).items() if not k.startswith("_")}))
-        other = vars(others[path])
-        for name, tensor in held.items():
-            beside = other.get(name)
-            if isinstance(beside, Tensor) and not _same_values(tensor, beside):
+        # Plain attributes hold what is no buffer. Names with an underscore are torch's own.
+        attributes = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        other_attributes = vars(others[path])
+        for name, tensor in dict(named_tensors(attributes)).items():
+            other = other_attributes.get(name)
+            if isinstance(other, Tensor) and not _same_values(tensor, other):
                 return path
     return ""
 
 
 def _same_values(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same shape and numbers, where NaN equals NaN and 0."""
     return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def _relative_change(value: Tensor, other: Tensor) -> float:
-    """Return |other - value| / |value|."""
+    """Return |other - value| / |value|, or 1 if the shapes differ."""
     if value.shape != other.shape:
         return 1.0
     wide = torch.complex128 if value.is_complex() else torch.float64

@@ -28,10 +28,9 @@ from normswap.surgery.network import Network
 
 @torch.no_grad()
 def unfold(network: Network) -> Network:
-    """The network that this one was converted from, with its norms and what was learned since.
+    """Return the network that this one was converted from, with its norms and what it has learned.
 
-    Gammas and betas of LayerNorms, and LayerScales, that were folded into other layers are ones and
-    zeros.
+    A LayerNorm or LayerScale that was folded into another layer gets gamma 1 and beta 0.
 
     Raises:
         RefusedError: The network was not converted, or the source cannot express its changes.
@@ -54,7 +53,9 @@ def unfold(network: Network) -> Network:
             "cannot unfold", "nobody knows how to build the source", "Keep the source network"
         )
 
-    source = bare(network, zoo.create(arch).to(next(network.module.parameters())), arch)
+    # The bare source gets the tensors that are still there under their old names.
+    skeleton = zoo.create(arch).to(next(network.module.parameters()))
+    source = bare(network, skeleton, arch)
     canonical = _canonical(network)
     state = copying.tensors(source.module)
     tensors = _tensors(canonical)
@@ -63,6 +64,8 @@ def unfold(network: Network) -> Network:
     # The norms come second: a ChannelBias has a `bias` where its norm had one.
     _copy(state, record.norms)
     _copy(state, _tensors(network.module, _is_affine_norm))
+
+    # Folding the source would give the canonical form. Each edit of that plan is inverted.
     builder = fold_norms(source.anatomy)
     modules = builder.anatomy.traced.modules
 
@@ -77,7 +80,13 @@ def unfold(network: Network) -> Network:
 
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
-    """The record of another module with the network's inputs and origin."""
+    """Return the record of another module, with the network's inputs and origin.
+
+    Args:
+        network: The network.
+        module: The other module, which provenance is attached to.
+        arch: How the other module is built, if known.
+    """
     attributes = network.module.__dict__
     record = network.provenance
     module.__dict__.update(
@@ -88,11 +97,12 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
 
 
 def architecture(model: nn.Module) -> Arch | None:
-    """How to build the network that `model` was converted from, if known."""
+    """Return how to build the network that `model` was converted from, or None if unknown."""
     record = provenance.of(model)
-    return record.arch or zoo.identify(
-        model, lambda skeleton: applying.apply(skeleton, record.plan.steps)
-    )
+    if record.arch:
+        return record.arch
+    # A network without a record is identified by what the plan makes of a bare skeleton.
+    return zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan.steps))
 
 
 def _canonical(network: Network) -> nn.Module:
@@ -118,36 +128,44 @@ def _canonical(network: Network) -> nn.Module:
             )
             raise RefusedError(f"cannot unfold {path}", why, "Keep the network as it is")
 
+    # The first path that cannot be folded is named. A scalar that stays cannot either.
     scalars = [path for path, module in anatomy.traced.modules.items() if scales_branch(module)]
-    for path in (
-        *builder.refusals,
-        *(path for path in scalars if path not in builder.replacements),
-    ):
-        raise RefusedError(
-            f"cannot unfold {path}",
-            builder.refusals.get(path) or str(builder.outcomes.get(path, "")),
-        )
+    staying_scalars = [path for path in scalars if path not in builder.replacements]
+    for path in (*builder.refusals, *staying_scalars):
+        why = builder.refusals.get(path) or str(builder.outcomes.get(path, ""))
+        raise RefusedError(f"cannot unfold {path}", why)
 
     return applying.apply_step(network.module, Step("folded", {}, builder.edits()))
 
 
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
-    chains = [path for path, module in model.named_modules() if isinstance(module, Holder)]
+    """Return the modules of a converted network by the paths that they have in the source.
+
+    A layer that stays inside a `Holder` is at `PATH.inner`, and was at `PATH`.
+    """
+    holders = [path for path, module in model.named_modules() if isinstance(module, Holder)]
     modules = {}
     for path, module in model.named_modules():
-        old = path
-        for chain in reversed(chains):
-            if old == f"{chain}.inner" or old.startswith(f"{chain}.inner."):
-                old = chain + old[len(chain) + len(".inner") :]
-        if path not in chains:
-            modules[old] = module
+        old_path = path
+        # Inner holders come last in the list, and their `inner` is taken out first.
+        for holder in reversed(holders):
+            inside = f"{holder}.inner"
+            if old_path == inside or old_path.startswith(f"{inside}."):
+                old_path = holder + old_path[len(inside) :]
+        if path not in holders:
+            modules[old_path] = module
     return modules
 
 
 def _tensors(
     model: nn.Module, among: Callable[[nn.Module], bool] = lambda module: True
 ) -> dict[str, Tensor]:
-    """The tensors of the modules for which `among` holds, by their names in the source."""
+    """Return tensors of a converted network by the names that they have in the source.
+
+    Args:
+        model: The converted network.
+        among: Whether the tensors of a module are wanted. By default those of every module are.
+    """
     tensors = {}
     for path, module in _by_old_path(model).items():
         if among(module):
@@ -165,22 +183,38 @@ def _is_affine_norm(module: nn.Module) -> bool:
 
 
 def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """Write tensors into those of `state` that have the same name and shape."""
     for name, tensor in tensors.items():
         if name in state and state[name].shape == tensor.shape:
             state[name].copy_(tensor)
 
 
 def _leave_out(source: nn.Module, names: Collection[str]) -> None:
+    """Make LayerNorms and LayerScales the identity, in place, where their tensors are gone.
+
+    Args:
+        source: The bare source.
+        names: The names of the tensors that are still there.
+    """
     for path, module in source.named_modules():
         site = site_of(module)
         if site.is_layernorm or site.scaled_dim is not None:
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{path}.{name}" not in names:
-                    parameter.fill_(float(name != "bias"))
+                    parameter.fill_(0.0 if name == "bias" else 1.0)
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:
-    """Set the source's tensors at the path of `edit` so that the edit would give `now`."""
+    """Set the source's tensors at an edit's path so that the edit would give the present layer.
+
+    Args:
+        edit: An edit that folds the source.
+        modules: The source's modules, by path.
+        now: The layer of the converted network's canonical form that stands at the edit's path.
+
+    Raises:
+        RefusedError: The source's layers cannot compute it.
+    """
     reads = tuple(modules[path] for path in edit.reads)
     try:
         applying.layer_of(edit).invert(modules[edit.path], now, reads, **edit.arguments)
