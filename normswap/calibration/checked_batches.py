@@ -119,9 +119,9 @@ def misfit(error: Exception, what: str, example: Example) -> NormswapError:
 
 
 def remedy_for(example: Example) -> str:
-    """Return the advice to give floating-point images, for images that are integers.
+    """Return the advice to give floating-point images if the call has only integers.
 
-    The advice is empty if a tensor of the call is floating-point already.
+    The text is empty if a tensor of the call is floating-point already.
     """
     tensors = example.tensors()
     if any(tensor.is_floating_point() for tensor in tensors):

@@ -208,8 +208,8 @@ class Kernel:
     def of(cls, covariance: Tensor, ridge: float) -> Kernel:
         """Factor a covariance (G, f, f) plus a ridge.
 
-        Float32 sums of wide, correlated patches may have negative eigenvalues. Such a group's ridge
-        grows tenfold until the factorization succeeds.
+        A float32 covariance of wide, correlated patches may have negative eigenvalues. The ridge of
+        its group then grows tenfold, as often as the factorization fails.
 
         Raises:
             LinAlgError: The covariance is not finite.

@@ -114,7 +114,9 @@ class Interpreter:
 
 
 class Lockstep:
-    """Networks in eval mode that advance together, and each batch's values where they stopped.
+    """Networks in eval mode that advance together, node by node.
+
+    The values of each batch are stored where the networks stopped.
 
     Args:
         models: The networks, which are recorded on the first batch.

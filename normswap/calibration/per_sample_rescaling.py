@@ -53,9 +53,9 @@ Numbers = npt.NDArray[np.float64]
 
 
 def rescalable(step: Step) -> dict[str, Body]:
-    """Return the arguments of each norm of a step whose input may be rescaled, by path.
+    """Return the arguments of each GroupNorm of a step whose input may be rescaled, by path.
 
-    These are the GroupNorms with an eps of their own.
+    The input may be rescaled if the GroupNorm has an eps of its own.
     """
     return {
         edit.path: edit.args
@@ -205,7 +205,7 @@ class NormInputs:
         return cls(*(torch.cat(values) for values in tensors))
 
     def beside(self, other: NormInputs) -> NormInputs:
-        """Return the same norm's inputs on these images and on the other ones."""
+        """Return the inputs of one norm on the images of both records."""
         means = torch.cat([self.means, other.means], 1)
         squares = torch.cat([self.squares, other.squares], 1)
         return NormInputs(means, squares, self.var, self.effect, self.eps)

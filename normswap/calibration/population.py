@@ -164,7 +164,7 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 def _as_in_training(model: nn.Module, norms: Mapping[str, Site]) -> Iterator[_Sums]:
     """Put the norms, and no other module, into training mode, and sum the moments of their inputs.
 
-    Afterwards the modes and all buffers are what they were.
+    Afterwards the modes and the norms' buffers are restored.
     """
     sums: _Sums = {}
     before: dict[Tensor, Tensor] = {}

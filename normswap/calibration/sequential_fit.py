@@ -82,8 +82,8 @@ def refit(
     Args:
         source: The network whose outputs are the targets.
         result: The network that is fitted.
-        batches: Images as both networks take them. See `checked`. If they hold some images out
-            (`HeldOut`), these choose how much of the fit is kept (`keep_share`).
+        batches: Images as both networks take them. See `checked`. If some images are held out
+            (`HeldOut`), the held-out images decide how much of the fit is kept (`keep_share`).
         zero_sum: A function of the path and the module of a layer. If the layer's filters must sum
             to zero, it returns the factors (I,) by which the input channels were scaled, else None.
             The ridge applies to the weights before that scaling. Zero-sum filters are useless
@@ -244,7 +244,8 @@ def _follow(traced: Traced, node: fx.Node) -> End:
     """Return where a layer's output goes in one network.
 
     The output is followed through affine maps, per-sample norms and modules that do nothing in eval
-    mode, to a sum if there is one. Behind the sum only the latter are passed. No activation is.
+    mode, up to a sum if there is one. Behind the sum it is followed only through modules that do
+    nothing in eval mode. It is never followed through an activation.
 
     Args:
         traced: The recorded network.

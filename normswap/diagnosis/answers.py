@@ -32,7 +32,7 @@ def outputs(model: nn.Module, call: Example) -> Tensor:
 
 @torch.no_grad()
 def class_scores(model: nn.Module, calls: Sequence[Example]) -> Tensor | None:
-    """Return the scores of classes (N, C) in float64, or None if the network gives something else.
+    """Return the class scores (N, C) in float64, or None if the output is something else.
 
     Args:
         model: The network.
@@ -63,7 +63,8 @@ def tells_images_apart(case: Case, share: float = _ANSWERS_VARY) -> bool:
 
     Args:
         case: A network with images.
-        share: The least share of that difference.
+        share: The difference between the answers must exceed this share of the difference under the
+            images' own statistics.
     """
     assert case.images is not None, "only images tell"
     calls = case.images.calls

@@ -120,7 +120,7 @@ def _answers_of(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], lis
     """Run checks on a network.
 
     Returns:
-        The faults, the questions that cannot be decided, as text, and remarks on what is no fault.
+        The faults, the questions that cannot be decided (as text), and the remarks.
     """
     faults: list[Finding] = []
     open_questions: list[str] = []
@@ -137,7 +137,10 @@ def _answers_of(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], lis
 
 
 def _with_effects(case: Case, faults: list[Finding]) -> list[Finding]:
-    """Return the faults; the evidence of each that `recalibrate` mends says what that changes."""
+    """Return the faults, with the effect of the remedy in the evidence.
+
+    If `recalibrate` mends a fault, its evidence says how much that changes the answers.
+    """
     if not any(case.recalibrate in fault.mend for fault in faults):
         return faults
     effect = effect_of_recalibrating(case)

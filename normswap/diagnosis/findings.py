@@ -34,8 +34,8 @@ _SAME_WEIGHTS = 0.9
 class Certainty(str, Enum):
     """How sure a finding is.
 
-    CERTAIN is only what no sound network stores, whatever its past. If a sound network can look the
-    same, the finding is LIKELY, and its evidence names that other past.
+    A finding is CERTAIN if no sound network stores such numbers, whatever its past. It is LIKELY if
+    a sound network with another past can store them. The evidence then names that past.
     """
 
     CERTAIN = "certain: no sound network stores this"
@@ -184,8 +184,8 @@ class Case:
     def input_variances(self) -> dict[str, Tensor]:
         """Variance (C,) of what reaches each norm in eval mode, by path, in float64.
 
-        It is measured on the images, or without them on the network's example, which is noise. What
-        cannot be measured is left out.
+        The variance is measured on the images. Without images it is measured on the network's
+        example, which is noise. A norm whose input cannot be measured is left out.
         """
         examples = self.network.examples[:1] if self.images is None else self.images.calls
         model = copying.duplicate(self.model, {})
@@ -232,8 +232,8 @@ class Case:
     def likeness(self, site: StoredNorm) -> float | None:
         """Return the correlation of a norm's running means with the predicted means.
 
-        The bias of the layer before is in both and is left out. None says that nothing is predicted
-        or stored, or that the norm has too few channels.
+        The bias of the layer before is part of both means, so it is subtracted from both. The
+        result is None if no mean is predicted or stored, or if the norm has too few channels.
         """
         if site.path not in self.predicted or site.starts_at_init:
             return None
@@ -248,7 +248,7 @@ class Case:
     def of_other_weights(self) -> bool:
         """Whether most norms keep statistics of other weights than the network has.
 
-        That is a fault, or training went on with frozen statistics.
+        This is a fault, unless training went on with frozen statistics.
         """
         likenesses = [self.likeness(site) for site in self.sites]
         known = [likeness for likeness in likenesses if likeness is not None]

@@ -223,7 +223,7 @@ def _trials(present: _Preparation, images: Tensor) -> Iterator[_Trial]:
 def _as_pixels(images: Tensor, present: _Preparation) -> Iterator[tuple[Tensor, str]]:
     """Yield other readings of images as pixels in 0..1, each with how the images were given.
 
-    Either they were not normalized, or otherwise than the network states.
+    The images may not have been normalized, or in another way than the network states.
     """
     least, most = images.aminmax()
     if least >= 0 and most <= 1:
@@ -265,7 +265,7 @@ def _preparations(
 def _fits_all_norms(case: Case, images: Tensor) -> bool:
     """Whether most norms fit images that are prepared otherwise.
 
-    If they do not, something else than the preparation is wrong.
+    If they do not fit, the preparation is not what is wrong.
     """
     batches = ImageBatches.read(case.model, images.split(_BATCH))
     drifts = measured_drifts(replace(case, images=batches))

@@ -170,8 +170,8 @@ def _mean_distance(case: Case) -> float:
 def momentum(case: Case) -> Iterator[Finding | Remark]:
     """Find a momentum with which running statistics cannot follow the training.
 
-    Such a momentum is 0 or less, or so large that the last batches decide alone. It is no fault of
-    a network whose statistics are right: the weights, or images, tell whether they are.
+    The momentum is 0 or less, or so large that the last batches decide alone. It is no fault if the
+    statistics are right, which the weights or the images tell.
     """
     hit = [
         site

@@ -100,8 +100,8 @@ def unused_and_broken(case: Case) -> Iterator[Remark]:
 def never_updated(case: Case) -> Iterator[Finding | str]:
     """Find statistics of a new norm, mean 0 and variance 1.
 
-    A network that was trained in eval mode keeps them, and is right with them. Its answers to
-    images tell which it is.
+    A network that was trained in eval mode keeps these statistics and is right with them. Its
+    answers to images tell whether it was trained so.
     """
     hit = [site for site in case.sites if site.starts_at_init]
     yield from _never_updated_in_part(case)
@@ -161,15 +161,18 @@ def _never_updated_in_part(case: Case) -> Iterator[Finding | str]:
 def _new_statistics(
     case: Case, sites: list[StoredNorm], *, evidence: str, cost: str, least_share: float
 ) -> Finding | str:
-    """Return the finding for norms with the statistics of new ones, or that they are right.
+    """Return the finding for norms that store the statistics of a new norm.
+
+    If the answers to the images show that these statistics are right, a sentence that says so is
+    returned instead.
 
     Args:
         case: The network.
         sites: The norms.
         evidence: What was seen.
         cost: The harm that is done, if the norms were trained in training mode.
-        least_share: The statistics are right if the answers differ between images by this share of
-            what they differ with the images' own statistics.
+        least_share: The stored statistics are right if the answers differ between images by more
+            than this share of the difference under the images' own statistics.
     """
     if case.images is not None and tells_images_apart(case, least_share):
         return (

@@ -62,18 +62,18 @@ class Figures:
         tolerance: The largest `relative_l2` that is allowed.
         inputs: The name of the images that both were run on.
         answers: The number of answers that `agreement` is a fraction of.
-        unit: The name of one answer's place: images, pixels, voxels ...
+        unit: The name of the things that have an answer each: images, pixels, voxels ...
         source_top1: The top-1 of the source in percent. None where the images have no labels.
         top1: The top-1 of the file in percent. None where the images have no labels.
         output: The name of the output that differs most, to which the errors belong. Empty where
             there is one output.
         apart: The first layer that is off, or in int8 the first whose error jumps.
-        missing: The first weight or bias that is nowhere in the file. It is looked for where the
-            file's runtime gives no values from inside.
+        missing: The first weight or bias that is nowhere in the file. It is looked for only if the
+            runtime does not show the values inside of a file.
         exact: Whether the file claims to compute what the network does, up to the rounding of its
             precision. int8 does not.
-        unproved: Why nothing that was compared could have shown an error. Empty otherwise.
-        remark: What a reader must know of the tolerance. Empty otherwise.
+        unproved: Why no comparison could have shown an error. Empty if one could.
+        remark: A sentence on the tolerance that the reader must know. Empty if there is none.
     """
 
     relative_l2: float
@@ -216,7 +216,7 @@ def check(
 def _looked_into(
     figures: Figures, reference: Reference, inside: Inside | None, example: Example, dtype: str
 ) -> Figures:
-    """Return the figures with the place where the file is off, if it can be found."""
+    """Return the figures, with the first layer where the file is off if it can be found."""
     # Whatever fails here, the user is told how far the file is off.
     with suppress(Exception):
         if inside and (dtype == "int8" or not figures.passed):
@@ -231,9 +231,9 @@ def _looked_into(
 
 
 def _is_nearly_zero(figures: Figures, compared: _Compared) -> bool:
-    """Whether all that is wrong with a file is what its runtime gives for nearly zero.
+    """Whether a file is wrong only where the network's values are nearly zero.
 
-    The first layer that is off must be where that happens, so that all before it is right.
+    The first layer that is off must have such values, so that all layers before it are right.
     """
     if not compared.peaks or max(compared.peaks.values()) >= _NEARLY_ZERO:
         return False
@@ -256,7 +256,7 @@ class _Compared:
         outputs: The source's outputs on the first batch.
         hits: By output, the images whose class is their label.
         changes: By output, how far it moves from sample to sample, as a relative L2.
-        expected: What the file must give for the first batch: `outputs`, or their softmax.
+        expected: The right answers of the file to the first batch: `outputs`, or their softmax.
         of_samples: The outputs that have a row for each sample.
         inputs: The inputs of the first batches.
     """
@@ -343,7 +343,7 @@ class _Compared:
             self.changes[name] = max(self.changes[name], distance(first, value).relative_l2)
 
     def _unproved(self, allowed: dict[str, float]) -> str:
-        """Return why no output would have shown a mistake; empty where one would.
+        """Return why no output would have shown a mistake. The text is empty if one would have.
 
         Args:
             allowed: The relative L2 that is allowed, by output.
@@ -392,8 +392,8 @@ class _Compared:
     def figures(self, described: str) -> Figures:
         """Return what was measured.
 
-        The error is that of the output that exceeds what is allowed the most. Agreement and top-1
-        are those of the answer, if one of the outputs is the answer.
+        The error belongs to the output that exceeds its allowed error the most. Agreement and top-1
+        belong to the answer, if one of the outputs is the answer.
         """
         by_output = self.distances.by_output
         allowed_at = {name: self._allowed(name) for name in by_output}
@@ -452,7 +452,7 @@ class _Compared:
         return Allowance(self.dtype, allowed, self._own_change(name), allowance.STRAYING).most
 
     def error_of_unfolded(self) -> float:
-        """Return how far a file of the source itself is off, on the same inputs; 0 without one."""
+        """Return the error of a file of the unfolded source on the same inputs, or 0."""
         reference = self.reference
         if reference.unfolded is None:
             return 0.0
@@ -470,7 +470,7 @@ class _Compared:
     def _own_change(self, name: str) -> float:
         """Return how far the source is from its own float64 values, on the first batch.
 
-        In a network that enlarges rounding errors from block to block, that is far.
+        The distance is large if the network enlarges rounding errors from block to block.
         """
         assert self.first is not None
         signature = self.reference.signature

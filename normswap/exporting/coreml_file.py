@@ -52,7 +52,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
-    """Return Core ML's model of a float32 network: the one in the contents, or a simpler one."""
+    """Return Core ML's model of a float32 network, or of a simpler network if that fails."""
     signature = contents.network.signature
     try:
         with refusing("Core ML cannot express the network"), silent():

@@ -74,7 +74,7 @@ class ExportedFile:
 
     @property
     def precision(self) -> str:
-        """The precision of the weights; fp32 if the file does not say it."""
+        """The precision of the weights. It is fp32 if the file does not say it."""
         return self.metadata.get("dtype", "fp32")
 
     @property
@@ -142,7 +142,7 @@ class ExportedFile:
         """The number of images at a time, None if it is free, and their size (C, H, W).
 
         Raises:
-            SourceError: The file does not say them.
+            SourceError: The file does not say its number of images and their size.
         """
         if not self.takes_images:
             self._require_images()

@@ -60,7 +60,7 @@ class Shipped(nn.Module):
         self.eval().requires_grad_(False)
 
     def around(self, network: nn.Module) -> Shipped:
-        """Return the same with another network inside, in float32."""
+        """Return the same record with another network inside, in float32."""
         return Shipped(
             network, self.signature, normalization=self.normalization, softmax=self.softmax
         )
@@ -120,7 +120,7 @@ def _with_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False) -> None:
-    """Add the mean of what rounding the weights loses to each bias, in place.
+    """Add to each bias, in place, the mean output that rounding the weights loses.
 
     The bias grows by E[(W - rounded W) x], with x in float32 and the mean over images, in batches
     of one size. A layer that does not compute what its weight says keeps its bias.
@@ -135,7 +135,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
     shifts: dict[nn.Module, list[Tensor]] = {}
 
     def watch(layer: nn.Module) -> RemovableHandle:
-        """Let each call of a layer note, per output channel, the mean of what rounding loses."""
+        """Register a hook that notes the mean output per channel that rounding loses."""
         # This copy computes what rounding loses: its weight is the weight less the rounded weight.
         losing = copying.duplicate(layer, {})
         levels: float = how.levels
@@ -186,7 +186,7 @@ def _step(layer: nn.Module, levels: float) -> Tensor:
 
 @torch.no_grad()
 def first_missing(network: nn.Module, content: bytes, example: Example, dtype: str) -> str:
-    """Return the path of the first weight or bias whose bytes are nowhere in a file; empty: none.
+    """Return the path of the first weight or bias whose bytes are nowhere in a file, or "".
 
     A file may have output or input channels last. In int8 only weights are looked for, as the steps
     of biases depend on images.

@@ -59,7 +59,7 @@ class Exported:
         nodes: The number of its operators, by kind.
         bytes: Its size in bytes, with its parts.
         notes: Sentences that the user should read.
-        seconds: The time that it all took.
+        seconds: The duration of the whole export.
         quantized: For int8, the number of images that it was calibrated on, and the bits of its
             weights. None for other precisions.
         noise_only: Whether it was checked on noise alone, as no images were given.
@@ -230,7 +230,7 @@ def unfolded(request: ExportRequest) -> formats.Runs:
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """Return a function that gives the folded network and what the file computes on its way.
+    """Return a function that gives the folded network and the file with its inner values.
 
     Args:
         request: The request that the file was written for.
@@ -239,7 +239,8 @@ def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> check
             anew if there is none.
 
     Returns:
-        A function. It gives the file's bytes where the runtime tells no values from inside.
+        A function without arguments. If the runtime does not show the values inside of a file, the
+        function gives the file's bytes in place of the runtime.
     """
 
     def network_and_file() -> tuple[nn.Module, formats.Runs | bytes]:
@@ -252,7 +253,7 @@ def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> check
 
 
 def _cast(model: object, dtype: str) -> str:
-    """Return a note if the network has another precision than the file computes in, else ''."""
+    """Return a note if the network's precision is not the one that the file computes in, or ""."""
     own = calling.anchor(network_input.require_module(model)).dtype
     arithmetic = _ARITHMETIC[dtype]
     if own in (torch.float32, HALVES.get(arithmetic)):
@@ -274,7 +275,7 @@ def folded(request: ExportRequest) -> Shipped:
 
 
 def fold_for_export(network: Network) -> nn.Module:
-    """Return a folded copy of the network's module; a plain copy where there is nothing to fold.
+    """Return a folded copy of the network's module, or a plain copy if nothing can be folded.
 
     The copy is verified as every conversion is. Unlike `convert --to folded`, it need not keep the
     features that the classifier reads, so the last norm's scale and shift move into the classifier.

@@ -120,7 +120,7 @@ class Format:
         return (file, file.with_suffix(self.part))
 
     def size(self, file: Path) -> int:
-        """Return the bytes of a file and its part; of a directory, of all files in it."""
+        """Return the bytes of a file and its part, or of all files in a directory."""
         total = 0
         for part in self.files(file):
             for path in (part, *part.rglob("*")):
@@ -294,7 +294,7 @@ def get(name: str) -> Format:
     """Return the format of a name.
 
     Raises:
-        OptionError: There is none of that name, or a package that it needs is not installed.
+        OptionError: There is no format of that name, or a package that it needs is not installed.
     """
     form = _named(name)
     require_packages(name, form.needs, form.extra)
@@ -438,7 +438,7 @@ def silent() -> Iterator[None]:
 
 
 def require_inside(file: Path, folder: Path, part: str) -> None:
-    """Check that a part which a file names lies in its folder.
+    """Check that a part, which a file names, lies in `folder`.
 
     Args:
         file: The file, for the message.
@@ -457,5 +457,5 @@ def require_inside(file: Path, folder: Path, part: str) -> None:
 
 
 def counted(kinds: Iterable[str]) -> dict[str, int]:
-    """Return how many there are of each kind, the most frequent first."""
+    """Return the count of each kind, the most frequent kind first."""
     return dict(Counter(kinds).most_common())

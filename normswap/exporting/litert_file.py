@@ -72,7 +72,7 @@ def _halved(content: bytes) -> bytes:
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
-    """Write the network in int8; the quantizer takes every layer that it knows."""
+    """Write the network in int8. The quantizer takes every layer that it knows."""
     content = _converted(contents)
     with silent():
         from ai_edge_quantizer import qtyping, quantizer
@@ -187,7 +187,10 @@ def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
 
 
 def _operator_name(entry: Any, kinds: dict[int, str]) -> str:
-    """Return the name of an operator in a file's table: a custom one's own, or the schema's."""
+    """Return the name of an operator.
+
+    A custom operator states its own name. The schema names all others.
+    """
     if entry.customCode:
         return str(entry.customCode.decode())
     return kinds[max(entry.builtinCode, entry.deprecatedBuiltinCode)]

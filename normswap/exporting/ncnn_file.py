@@ -49,7 +49,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, half: bool) -> None:
-    """Let pnnx write the graph, its weights beside it."""
+    """Let pnnx write the graph, and the weights in a second file beside it."""
     import pnnx
 
     traced = place.with_name("network.pt")
@@ -85,7 +85,7 @@ def _named(text: str, signature: Signature) -> list[str]:
 
 
 def _missing(file: Path) -> str:
-    """Return the sentence on layers that ncnn does not have; empty if it has all of them."""
+    """Return the sentence on layers that ncnn does not have. It is empty if ncnn has all layers."""
     import ncnn
 
     kinds = [kind for kind in nodes(file) if ncnn.layer_to_index(kind) < 0]

@@ -126,7 +126,7 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
 
 
 def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
-    """Write a model with its metadata, if `onnx.checker` has nothing against it."""
+    """Write a model with its metadata, if `onnx.checker` accepts it."""
     import onnx
 
     onnx.helper.set_model_props(model, dict(contents.metadata))
@@ -143,7 +143,7 @@ def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
 def _store_bf16(graph: onnx.GraphProto) -> None:
     """Store every matrix that bfloat16 holds exactly in bfloat16, in place.
 
-    A cast to float32 follows each; runtimes do it once.
+    A cast to float32 follows each matrix. Runtimes do the cast once.
     """
     import onnx
 
@@ -182,8 +182,8 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 def pool_means(graph: onnx.GraphProto) -> None:
     """Replace every mean over a whole map by GlobalAveragePool, in place.
 
-    ONNX Runtime computes that on bytes. A ReduceMean needs floats, which costs networks with
-    squeeze-and-excitation a fifth of their time.
+    ONNX Runtime computes a GlobalAveragePool on bytes. A ReduceMean needs floats, which costs
+    networks with squeeze-and-excitation a fifth of their time.
     """
     from onnx import helper, numpy_helper
 
@@ -313,7 +313,7 @@ def _loaded(file: Path) -> onnx.ModelProto:
     """Return the graph, without weights that lie beside the file.
 
     Raises:
-        SourceError: It takes weights from outside of its folder.
+        SourceError: The file takes weights from outside of its folder.
     """
     import onnx
 
@@ -326,7 +326,7 @@ def _loaded(file: Path) -> onnx.ModelProto:
 
 
 def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
-    """Yield every tensor in a part of a model, those in nodes and in graphs of nodes as well."""
+    """Yield every tensor in a part of a model, also from its nodes and the graphs inside them."""
     import onnx
 
     if isinstance(message, onnx.TensorProto):

@@ -107,7 +107,7 @@ def read_pt2(file: Path) -> Pt2Archive:
 
 
 def rewritten_pt2(file: Path) -> io.BytesIO:
-    """Return a .pt2 with the same network, made of nothing but what was read and checked.
+    """Return a .pt2 with the same network, made only of entries that were read and checked.
 
     Raises:
         SourceError: The file holds something that could run code. See `read_pt2`.
@@ -158,8 +158,8 @@ def _opened(file: Path) -> Iterator[_Entries]:
     """Open an archive.
 
     Raises:
-        SourceError: The file holds something that is not opened: the block raised a
-            NotAllowedError.
+        SourceError: The block raised a NotAllowedError, because the file holds something that is
+            not opened.
         ValueError: The records are nested too deeply.
     """
     try:
@@ -177,7 +177,8 @@ def _opened(file: Path) -> Iterator[_Entries]:
 def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.ZipInfo]:
     """Return the entries by name, if every reader of archives would see the same ones.
 
-    torch's reader ignores case and takes the first of two entries of one name, Python's the last.
+    torch's reader ignores case, and takes the first of two entries of one name. Python's reader
+    takes the last.
     """
     infos = archive.infolist()
     if len(infos) > _MOST_ENTRIES:
@@ -290,7 +291,7 @@ def _require_bytes(entries: _Entries, folder: str, table: Mapping[str, object]) 
 
 
 def _read_samples(entries: _Entries, name: str) -> None:
-    """Check the inputs that the network was exported with. Nothing here needs them."""
+    """Check the inputs that the network was exported with. They are not used."""
     if name in entries.infos and entries.infos[name].file_size:
         _unpickle(entries, name)
 
@@ -339,7 +340,7 @@ def _require_known_names(content: bytes) -> None:
 
 
 def _contents(archive: Pt2Archive, entries: _Entries) -> Iterator[tuple[str, bytes]]:
-    """Yield the entries of the new archive: names, and what torch's reader finds there."""
+    """Yield the entries of the new archive: names, and contents as torch's reader takes them."""
     root = "" if archive.old else "model/"
     for name, version in archive.versions.items():
         yield f"{root}{name}", version.encode()

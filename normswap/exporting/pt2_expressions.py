@@ -44,7 +44,7 @@ class NotAllowedError(ValueError):
 
 
 def shown(value: object, width: int = 60) -> str:
-    """Return a value of a file as a message can quote it: one line, cut, nothing unprintable."""
+    """Return a file's value for a message: one line, cut to `width`, with nothing unprintable."""
     text = ascii(value)
     if len(text) > width:
         return f"{text[:width]}..."
@@ -104,7 +104,7 @@ def _grows(node: ast.AST) -> bool:
 
 
 def _require_small_power(node: ast.AST, text: str) -> None:
-    """Refuse a power that sympy would compute for hours: a large one, or one of another."""
+    """Refuse a power that sympy would compute for hours: a large power, or a power of a power."""
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
     if len(operands) != 2:
         raise NotAllowedError(f"the expression {shown(text)}")
@@ -115,7 +115,7 @@ def _require_small_power(node: ast.AST, text: str) -> None:
 
 
 def _number(node: ast.AST) -> float:
-    """Return the number that is written there; infinity if it is no plain number."""
+    """Return the number at a node, or infinity if the node is no plain number."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand)
     if isinstance(node, ast.Call) and len(node.args) == 1:
@@ -170,7 +170,7 @@ def _operands(node: ast.AST, text: str) -> list[ast.expr]:
     """Return the operands of an operator.
 
     Raises:
-        NotAllowedError: It is no operator of arithmetic.
+        NotAllowedError: The node is no operator of arithmetic.
     """
     if isinstance(node, ast.BinOp) and isinstance(node.op, _ARITHMETIC):
         return [node.left, node.right]
@@ -213,7 +213,7 @@ def _require_guard_call(call: ast.Call, text: str) -> None:
 
 
 def _is_guard_function(function: ast.expr) -> bool:
-    """Whether it is a function of numbers: Max, or torch.sym_max."""
+    """Whether a function takes numbers and is allowed in a guard: Max, or torch.sym_max."""
     if isinstance(function, ast.Name):
         return bool(_GUARD_FUNCTION.fullmatch(function.id))
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):

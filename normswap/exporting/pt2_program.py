@@ -96,7 +96,7 @@ def checked_payloads(record: object) -> dict[str, object]:
     """Return the table of weights or constants: where the bytes of each are, its shape and type.
 
     Raises:
-        NotAllowedError: One is pickled, or is no plain tensor.
+        NotAllowedError: A weight or constant is pickled, or is no plain tensor.
     """
     table = _PAYLOADS(record)
     assert isinstance(table, dict)
@@ -110,7 +110,7 @@ def require_operator(target: str) -> None:
         target: The operator as the file names it, such as torch.ops.aten.relu.default.
 
     Raises:
-        NotAllowedError: It could do something else, or is not known here.
+        NotAllowedError: The operator could do something else, or is not known here.
     """
     if _ON_SIZES.fullmatch(target) or _WITH_GRAPHS.fullmatch(target):
         return
@@ -328,7 +328,7 @@ def _branch(spec: object) -> dict[str, object]:
 
 
 def _keys(context: object) -> object:
-    """Return the keys of a dict of inputs or outputs, from their JSON; None of a tuple or list."""
+    """Return the keys of a dict of inputs or outputs, from their JSON. None for a tuple or list."""
     try:
         keys = json.loads(str(context))
     except (ValueError, RecursionError):

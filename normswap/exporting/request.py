@@ -112,7 +112,8 @@ class ExportRequest:
     def traced_on(self) -> tuple[Tensor, ...]:
         """The inputs for tracing.
 
-        They are two samples if the number of samples is free: torch.export takes 1 for a constant.
+        If the number of samples is free, the inputs are two samples, because torch.export takes 1
+        for a constant.
         """
         count = 1 + self.settings.dynamic_batch
         if not self.inputs:
@@ -121,7 +122,7 @@ class ExportRequest:
 
     @property
     def example(self) -> Example:
-        """A call of the network, to see what it gives."""
+        """A call of the network that shows its outputs."""
         if self.inputs:
             return self.inputs[0]
         return self.signature.form.of(self.pictures(count=4))
@@ -146,7 +147,7 @@ class ExportRequest:
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
         """Return a request whose outputs the network gives, and these outputs by name.
 
-        It is this request, or one for all outputs where none of them is the answer.
+        The request is this one, or a request for all outputs if none of them is the answer.
 
         Raises:
             OptionError: The network does not run, or an option needs one answer.
@@ -165,7 +166,7 @@ class ExportRequest:
         return request, whole.answers(self.source, request.traced_on)
 
     def raw(self, images: Tensor) -> Tensor:
-        """Return images as the file takes them, from images as the source does."""
+        """Return images as the file takes them, from images as the source takes them."""
         if not self.settings.normalize:
             return images
         mean, std = self.normalization
@@ -266,7 +267,7 @@ class ExportRequest:
         return checks.split(pairs, singly=not self.settings.dynamic_batch), described
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
-        """Yield the file's inputs, call by call: one sample each if their number is not free."""
+        """Yield the file's inputs, call by call. A call is one sample if their number is fixed."""
         for batch in batches:
             example = self.signature.form.read(batch)[0].like(self.source)
             for call in [example] if self.settings.dynamic_batch else example.parted(1):
@@ -295,7 +296,7 @@ def _require_plain(settings: FileSettings) -> None:
     """Refuse options of files that take images and give one answer.
 
     Raises:
-        OptionError: Such an option was given.
+        OptionError: One of these options was given.
     """
     asked = [name for name in ("input_size", "normalize", "softmax") if getattr(settings, name)]
     if settings.dtype == "int8":

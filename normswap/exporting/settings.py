@@ -32,9 +32,9 @@ class FileSettings:
         normalize: Whether the file takes pixels in 0..1, subtracts the mean and divides by the
             standard deviation itself.
         softmax: Whether the file gives probabilities.
-        weight_bits: The bits of an int8 weight. 7 give the same on every CPU. 8 are for CPUs that
-            add products of bytes in 32 bits: x64 with VNNI, ARM with dot products. The default is
-            the fewest that the format has.
+        weight_bits: The bits of an int8 weight. With 7 bits the answers are the same on every CPU.
+            8 bits are for CPUs that add products of bytes in 32 bits: x64 with VNNI, ARM with dot
+            products. The default is the fewest bits that the format has.
         force: Whether a file that exists is replaced.
     """
 

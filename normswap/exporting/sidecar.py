@@ -34,7 +34,7 @@ class _Strict(BaseModel):
 
 
 class ImageInput(_Strict):
-    """The images that a file takes. Its size is (C, H, W), its batch None where it takes any."""
+    """The images that a file takes: size (C, H, W), and batch, None if any number is taken."""
 
     name: Word
     dtype: Word
@@ -76,7 +76,7 @@ class Answer(_Strict):
 
 
 class NamedTensor(_Strict):
-    """One of several inputs or outputs. The first side is None where it takes any batch."""
+    """One of several inputs or outputs. The first side is None if any batch size is taken."""
 
     name: Word
     dtype: Word
@@ -231,14 +231,14 @@ def write(file: Path, body: Body) -> None:
 
 
 def body_of(file: Path, noted: Mapping[str, str]) -> Body:
-    """Return the sidecar of an exported file; empty for a file that `export` did not write.
+    """Return the sidecar of an exported file. It is empty if `export` did not write the file.
 
     Args:
         file: The exported file. Its sidecar lies beside it.
         noted: The file's metadata, in which `export` leaves a copy of the sidecar.
 
     Raises:
-        SourceError: The sidecar cannot be read, or is not the one that was written.
+        SourceError: The sidecar cannot be read, or was changed since it was written.
     """
     inside = _copy_inside(noted)
     place = sidecar_of(file)
@@ -262,7 +262,7 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
 
 
 def _copy_inside(noted: Mapping[str, str]) -> Body:
-    """Return the copy in a file's metadata; empty where another program wrote the metadata."""
+    """Return the copy in a file's metadata. It is empty if another program wrote the metadata."""
     text = noted.get("preprocess")
     if not isinstance(text, str):
         return {}
@@ -274,7 +274,7 @@ def _copy_inside(noted: Mapping[str, str]) -> Body:
 
 
 def _check(body: Body, origin: str) -> None:
-    """Raise SourceError, which names the key, for what is no sidecar."""
+    """Raise SourceError, which names the key, if a record is no sidecar."""
     is_of_images = "input" in body
     try:
         reading.validated(_reader(is_of_images), json.dumps(body))

@@ -33,14 +33,14 @@ _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
 def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
-    """Return what a tool makes of the network, or of the simpler one if it refuses the first.
+    """Return a tool's result for the network, or for a simpler network if it refuses the first.
 
     Args:
         contents: The network.
         convert: The tool. It raises RefusedError where it cannot read a network.
 
     Raises:
-        RefusedError: The tool reads neither. The reason is the one for the network itself.
+        RefusedError: The tool reads neither network. The error gives the reason for the first.
     """
     try:
         return convert(copying.duplicate(contents.network, {}))
@@ -103,7 +103,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
 
 @torch.no_grad()
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
-    """Return the values of all nodes that depend on no input; none if one is overwritten."""
+    """Return the values of all nodes that depend on no input. Empty if one is overwritten."""
     constants: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(
@@ -127,7 +127,7 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
 
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
-    """Return the argument of which a node reads only shape and type, and a tensor that has them."""
+    """Return the argument whose shape and type alone a node reads, and a tensor with both."""
     if node.target not in _FORM:
         return {}
     tensor = node.args[_FORM[node.target]]

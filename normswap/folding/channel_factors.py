@@ -98,8 +98,8 @@ class Channels:
         """Follow the channels through a node.
 
         Returns:
-            The channels that the node reads, if its parameters depend on their factors. None says
-            that they do not.
+            The numbers of the channels that the node reads, if its parameters depend on the factors
+            of these channels, else None.
         """
         sources = inputs(node)
         arms = [self._channels_of.get(source) for source in sources]
@@ -132,12 +132,12 @@ class Channels:
     def _passed(
         self, node: fx.Node, sources: list[fx.Node], arms: list[list[int] | None]
     ) -> list[int] | None:
-        """Return the channels of the node's value, or None if the node passes no factors on.
+        """Return the channel numbers of the node's value, or None if no factor passes the node.
 
         Args:
-            node: The node, which is no linear layer.
+            node: A node that calls no linear layer.
             sources: The nodes that the node reads.
-            arms: The channels of each of `sources`. None for a source whose channels are not known.
+            arms: For each of `sources` the numbers of its channels, or None if they are not known.
         """
         if not any(arms):
             return None
@@ -174,12 +174,12 @@ class Channels:
     def _passed_alone(
         self, node: fx.Node, source: fx.Node, channels: list[int]
     ) -> list[int] | None:
-        """Return the channels of the value of a node with one input, or None (`_passed`).
+        """Return what `_passed` returns, for a node with one input.
 
         Args:
             node: The node.
             source: The only node that it reads.
-            channels: The channels of `source`.
+            channels: The numbers of the channels of `source`.
         """
         # A tuple of tensors is not followed.
         before = source.meta["shape"]
@@ -253,10 +253,10 @@ class Channels:
 
 
 def _flattened(channels: list[int], before: torch.Size, after: torch.Size) -> list[int] | None:
-    """Return the channel of every feature after (N, C, ...) is flattened to (N, features).
+    """Return every feature's channel number after (N, C, ...) is flattened to (N, features).
 
     Args:
-        channels: The channels of the value before the step.
+        channels: The number of each of the C channels before the step.
         before: The shape before the step.
         after: The shape after the step. For any shape but (N, features) the result is None.
     """

@@ -47,7 +47,8 @@ def evaluate(
         progress: Called after each batch with the images done and their total (0 when unknown).
 
     Raises:
-        SourceError: There are no images, none that the network takes, or no labels of its classes.
+        SourceError: There are no images, the network does not take them, or a label is no class of
+            the network.
         OptionError: The network does not classify.
     """
     return classify(model, loader, progress=progress)[0]
@@ -68,7 +69,8 @@ def classify(
         highest score of each image, in the order of the loader.
 
     Raises:
-        SourceError: There are no images, none that the network takes, or no labels of its classes.
+        SourceError: There are no images, the network does not take them, or a label is no class of
+            the network.
         OptionError: The network does not classify.
     """
     total = getattr(loader, "count", 0)
@@ -120,7 +122,7 @@ def _logits(model: nn.Module, example: Example) -> Tensor:
 
 
 def _scores_of_batch(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the images that are right by top-1, those by top-5, and the summed cross-entropy (3,).
+    """Return the counts of images right by top-1 and top-5, and the summed cross-entropy, (3,).
 
     Raises:
         SourceError: A label is no class of the network.

@@ -29,7 +29,7 @@ def find(place: Path) -> list[Path]:
 
 
 class Arrays(Dataset[object]):
-    """Samples of files: (tensor, label), or a dict by input with "labels"; -1: no label.
+    """Samples of files: (tensor, label), or a dict by input with "labels". No label is -1.
 
     Args:
         files: The files. Each holds one sample, of a shape as stated, or many, with one dimension
@@ -123,7 +123,7 @@ def _batch(tensor: Tensor, name: str, dimensions: int, dtype: str, file: Path) -
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name; the array of a .npy file has an empty name."""
+    """Return the tensors of a file by name. The array of a .npy file has an empty name."""
     try:
         if file.suffix.lower() != ".npy":
             return load_file(file)

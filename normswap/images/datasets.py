@@ -74,10 +74,9 @@ class Loader:
     Args:
         batches: The loader, which is torch's.
         origin: The place of the images, as the user named it.
-        count: How many images one pass has. Of a stream it is the most that are taken. None where
-            nobody knows.
-        notes: Which part of a dataset they are, and how labels were read, where the user should
-            know.
+        count: The number of images in one pass. For a stream it is the largest number that is
+            taken. None if it is not known.
+        notes: Sentences for the user on the part of the dataset that is read, and on its labels.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Loader:
         return len(self.batches)
 
     def only(self, rows: Sequence[int]) -> Loader:
-        """Return a loader of these images; no other is read."""
+        """Return a loader of these images alone. No other image is read."""
         all_batches = self.batches
         batches = _batches(
             Subset(all_batches.dataset, rows),
@@ -189,10 +188,10 @@ def _batches(
 
 
 def check_temporary_folder(workers: int) -> None:
-    """Raise OptionError where processes that read images could not hand over what they read.
+    """Raise OptionError if processes that read images could not hand the images over.
 
     torch sends each batch by a socket in the folder for temporary files. The path of a socket has
-    about 107 characters at most. Where it is longer, torch drops the batch and waits for ever.
+    about 107 characters at most. If the path is longer, torch drops the batch and waits for ever.
 
     Args:
         workers: The number of processes that read images.
@@ -212,7 +211,7 @@ def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
 
     Args:
         count: How many images there are.
-        samples: How many are drawn. With None all are used.
+        samples: How many images are drawn. With None all images are used.
         seed: The seed of the draw.
     """
     if samples is None or samples >= count:
@@ -229,9 +228,9 @@ def split_for_calibration(
 
     Args:
         loader: All images.
-        first: The number of images that are drawn to fit to. By default it is half of them, at most
-            512.
-        most: The largest number of the others that are measured on. By default all are.
+        first: The number of images to fit to, which are drawn. By default it is half of all images,
+            at most 512.
+        most: The largest number of images to measure on. By default all other images are used.
 
     Raises:
         OptionError: One of the two parts has no images.
@@ -311,8 +310,8 @@ def open_images(
 def _check_place(place: Path) -> None:
     """Raise SourceError for a pipe or a device, and for a folder whose links lead round in it.
 
-    A folder is listed with all that its links lead to. So a link to a folder above has no end, and
-    two links in each of thirty folders, to the next one, show a billion folders.
+    A folder is listed with everything behind its links. A link to a folder above it would have no
+    end. Thirty folders, each with two links to the next folder, would show a billion folders.
     """
     if place.is_file():
         return
@@ -336,7 +335,7 @@ def _check_place(place: Path) -> None:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Return the folders in a folder, behind links too; none where it may not be read."""
+    """Return the folders in a folder, also behind links. Empty if the folder may not be read."""
     try:
         with os.scandir(folder) as entries:
             return [Path(entry.path) for entry in entries if entry.is_dir()]
@@ -345,7 +344,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Return what tells a folder from all others, whatever path leads to it."""
+    """Return a key that is the same for one folder, whatever path leads to it."""
     status = folder.stat()
     return status.st_dev, status.st_ino
 
@@ -353,7 +352,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 def image_record(model: nn.Module) -> Cfg:
     """Return a network's preprocessing (`data_config`) and its classes.
 
-    Classes are counted by a run where none are stated.
+    If no number of classes is stated, the network is run to count them.
     """
     record = preprocessing.stated(model)
     count = getattr(model, "num_classes", record.get("num_classes"))
@@ -364,7 +363,7 @@ def image_record(model: nn.Module) -> Cfg:
 
 
 def _counted(model: nn.Module) -> int | None:
-    """Return how many scores the network gives; None where it runs on no example, or gives none."""
+    """Return the number of scores that the network gives, or None if a run shows none."""
     # The forward is the user's, and may raise anything for an input that it does not take.
     with suppress(Exception), undisturbed(model), torch.inference_mode():
         return network_input.scores(
@@ -419,7 +418,7 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
 
 
 def _names(dataset: object) -> Mapping[str, int]:
-    """Return the number of each label by its name; empty where the labels have no names."""
+    """Return the number of each label by its name. Empty if the labels have no names."""
     for holder in (getattr(dataset, "reader", None), dataset):
         for attribute in ("class_to_idx", "class_name_to_idx"):
             names = getattr(holder, attribute, None)
@@ -431,7 +430,8 @@ def _names(dataset: object) -> Mapping[str, int]:
 class LabelledImages(Dataset[object]):
     """Images and the network's labels.
 
-    An unreadable image gives a sentence that names it, as a worker's error would be a traceback.
+    In place of an unreadable image there is a sentence that names it, because an error in a worker
+    process would print a traceback.
 
     Args:
         images: The dataset, which is timm's.
@@ -521,8 +521,7 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
 def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
     """Return the bytes of an image in a tar, and its label.
 
-    The tar is opened anew, as worker processes would share the position in the file that timm has
-    opened.
+    The tar is opened anew, because worker processes would share the position in timm's open file.
     """
     member, _, inside = reader.samples[index]
     start = member.offset_data + getattr(inside, "offset_data", 0)
@@ -541,7 +540,7 @@ def collate(batch: list[object]) -> object:
 
 
 def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """Return the folder or tar in `folder` that has the first of these names; None: none has."""
+    """Return the folder or tar in `folder` with the first of these names that exists, or None."""
     for name in names:
         for path in (folder / name, folder / f"{name}.tar"):
             if path.exists() and _is_part(path):
@@ -550,7 +549,7 @@ def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _is_part(path: Path) -> bool:
-    """Return whether a folder is a part of a dataset, and not a class folder with such a name."""
+    """Return whether a folder is a part of a dataset, and not a class folder of the same name."""
     if path.is_file():
         return True
     beside = {other.name for other in path.parent.iterdir() if other.is_dir()}
@@ -560,7 +559,7 @@ def _is_part(path: Path) -> bool:
 def part_of(folder: Path, split: str) -> Path:
     """Return the part of a folder that a split's name means.
 
-    It is the folder itself where it has no part of a usual name.
+    The result is the folder itself if it has no part with a usual name.
     """
     usual = next((names for names in (TRAIN, VALIDATION) if split in names), ())
     named_part = part_named(folder, (split, *usual))
@@ -613,8 +612,8 @@ class Outputs:
     """The outputs of a network.
 
     Args:
-        count: How many there are. None where the network does not say.
-        names: The names of all, in order. Empty where it does not say.
+        count: The number of outputs. None if the network does not say it.
+        names: The names of all outputs, in order. Empty if the network does not say them.
     """
 
     count: int | None = None
@@ -626,7 +625,7 @@ def label_map(
 ) -> tuple[dict[int, int], str]:
     """Return the network's output for the number of each label, and a note for the user.
 
-    Where labels are not needed and mean nothing, the output is -1.
+    If labels are not needed and have no meaning, every output is -1.
 
     Args:
         labels: The number of each label, by its name.

@@ -18,7 +18,7 @@ def check(data: str) -> None:
         data: The place, as the user named it.
 
     Raises:
-        SourceError: It is no file or directory, and no name of a dataset.
+        SourceError: The place is no file, no directory, and no name of a dataset.
     """
     if data in (shipped.NAME, *_WORDS) or data.partition("/")[0].lower() in PREFIXES:
         return

@@ -83,7 +83,7 @@ class BuildRequest:
         num_classes: The number of classes to build the network with. None stands for the usual one.
         in_chans: The number of input channels to build the network with. None stands for the usual
             one.
-        trained: Whether the trained weights that the name stands for are loaded afterwards.
+        trained: Whether the trained weights, for which the name stands, are loaded afterwards.
     """
 
     args: Cfg = field(default_factory=dict)
@@ -140,7 +140,7 @@ def make(
         arch: The name of the network in errors.
         factory: The builder.
         kwargs: Its keyword arguments.
-        online: Whether the builder may ask the hub: only the user's own code may.
+        online: Whether the builder may ask the hub. Only the user's own code may.
 
     Raises:
         SourceError: The factory does not take the arguments, or fails.
@@ -163,7 +163,8 @@ def make(
 def _bounded(arch: str) -> Iterator[None]:
     """Raise TooLargeError as soon as a network that is being built has too many layers or numbers.
 
-    A layer is counted when it gets its place in another one, and its numbers before they are drawn.
+    A layer is counted when it becomes part of another layer. Its numbers are counted before they
+    are drawn.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     modules = 0
@@ -199,7 +200,7 @@ def _bounded(arch: str) -> Iterator[None]:
 def check_size(build: Callable[[], object]) -> None:
     """Raise TooLargeError where `build` makes a network that no machine holds.
 
-    It is built without numbers, which takes a moment where drawing them would take minutes.
+    The network is built without values, which takes a moment. Drawing values would take minutes.
     """
     try:
         with torch.device("meta"):
@@ -212,7 +213,7 @@ def check_size(build: Callable[[], object]) -> None:
 
 
 def check_arguments(arch: Arch, forbidden: Iterable[str] = ()) -> None:
-    """See that an architecture is plain data which builds a network and does nothing else.
+    """Check that an architecture is plain data, which builds a network and does nothing else.
 
     Args:
         arch: The architecture, perhaps from a file that somebody wrote.
@@ -251,7 +252,7 @@ def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
 
 
 def _reason_against(name: str, value: object) -> str:
-    """Return why an argument is refused; empty where it is not."""
+    """Return the reason to refuse an argument, or ""."""
     if name in _LOADING and value:
         return "it would load files, and is not part of an architecture"
     if name in _FETCHING and value:
@@ -267,7 +268,7 @@ def _reason_against(name: str, value: object) -> str:
 
 
 def _reason_against_values(value: object) -> str:
-    """Return why a value, or one in a list, is refused: a place of files, or far too large."""
+    """Return the reason to refuse a value, such as a file's path or a huge number, or ""."""
     values = value if isinstance(value, list | tuple) else [value]
     for entry in values:
         if isinstance(entry, list | tuple):
@@ -289,7 +290,7 @@ def _names_a_place(text: str) -> bool:
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
     """Tell whether `build` gives a network like `model`.
 
-    The tensors' names and shapes are compared, and each module's class and settings.
+    The names and shapes of the tensors are compared, and the class and settings of each module.
     """
     try:
         with torch.random.fork_rng(devices=[]):

@@ -35,7 +35,7 @@ class Example:
     kwargs: dict[str, object] = field(default_factory=dict)
 
     def call(self, model: nn.Module) -> object:
-        """Return what the network gives."""
+        """Run the network with these arguments and return its output."""
         return model(*self.args, **self.kwargs)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
@@ -52,7 +52,7 @@ class Example:
 
     @property
     def images(self) -> Tensor:
-        """The first floating-point tensor, which is what the network looks at."""
+        """The first floating-point tensor of the call, which counts as its images."""
         tensors = self.tensors()
         return next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
 
@@ -77,7 +77,7 @@ class Example:
     def _cut(self, cut: Callable[[Any], object]) -> Example | None:
         """Return the call with every tensor and list cut.
 
-        None where not each of them has the same number of samples.
+        The result is None unless all of them have the same number of samples.
         """
         sizes: set[int] = set()
 
@@ -90,7 +90,7 @@ class Example:
         return Example(changed(self.args, cut, list), changed(self.kwargs, cut, list))
 
     def first(self, count: int) -> Example:
-        """Return the first samples of the batch, or itself where it cannot be parted."""
+        """Return the first samples of the batch, or the whole call if it cannot be parted."""
         if self.count <= count:
             return self
         return self._cut(lambda value: value[:count]) or self
@@ -102,7 +102,7 @@ class Example:
             rows: Which samples, (N,), bool.
 
         Returns:
-            The call; None where no sample is marked, or the call cannot be parted.
+            The call, or None if no sample is marked or the call cannot be parted.
         """
         if bool(rows.all()):
             return self
@@ -126,7 +126,7 @@ class Example:
         return self.map(lambda tensor: tensor.to(device))
 
     def parted(self, size: int) -> list[Example]:
-        """Return its samples in order, `size` at a time, or itself where it cannot be parted."""
+        """Return the samples in order, `size` at a time, or the call if it cannot be parted."""
         part_of = torch.arange(self.count) // size
         parts = [self.take(part_of == i) for i in part_of.unique()]
         return [part for part in parts if part is not None] or [self]
@@ -231,7 +231,7 @@ class Example:
 
 
 def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
-    """Return whether these are single images or records of them, and no batch with labels."""
+    """Return whether a list holds single images, or records of images, and no labels."""
     if not isinstance(batch, list):
         return False
     are_images = all(isinstance(entry, Tensor) and entry.ndim == 3 for entry in batch)
@@ -241,7 +241,7 @@ def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
     """Return the values of a call by the names of forward's arguments.
 
-    A dict among the arguments stands for its entries, under their own keys.
+    In place of a dict among the arguments, its entries are returned under their own keys.
     """
     names = [parameter.name for parameter in _positional(model)]
     values: dict[str, object] = {}
@@ -378,7 +378,7 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
 def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, float]]:
     """Yield every plain number in tuples, lists and dicts, with its name.
 
-    A record may hold numbers that are no answers, such as the time that it took.
+    Records are not looked into, because they may hold numbers that are no answers, such as a time.
 
     Args:
         value: The number, or the structure that holds numbers.

@@ -72,7 +72,7 @@ def endpoint() -> str:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Let no library ask the hub while this is entered: whatever asks it gets an error at once."""
+    """Let no library ask the hub inside a `with` block. Whatever asks gets an error at once."""
     with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
         yield
 
@@ -118,11 +118,11 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
 
 
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
-    """Return the path of a file of a repository, downloaded or cached; None where it has no such.
+    """Return the path of a repository's file, downloaded or cached, or None if it has none.
 
     Raises:
-        SourceError: The file cannot be had, or came damaged. A damaged file does not stay in the
-            cache.
+        SourceError: The file cannot be downloaded, or is damaged. A damaged file is removed from
+            the cache.
     """
     # The name may be from a repository's own list; the client shows it while it downloads.
     if printable(filename) != filename:
@@ -160,12 +160,12 @@ def _check_undamaged(file: Path, etag: str, repo: str) -> None:
 
     Args:
         file: The file, in most caches a link to the file that holds the bytes.
-        etag: The SHA-256 of a large file, the SHA-1 of a small one as git computes it. Mirrors may
-            state the plain SHA-1, or something else, which says nothing.
+        etag: The hash that the hub states: the SHA-256 of a large file, or git's SHA-1 of a small
+            file. Mirrors may state the plain SHA-1. Any other text is ignored.
         repo: The repository, for the error.
 
     Raises:
-        SourceError: It is another file, which is removed from the cache.
+        SourceError: The hashes differ. The file is removed from the cache.
     """
     if not _HASH.fullmatch(etag):
         return
@@ -238,7 +238,7 @@ def read_json(file: Path, origin: str) -> Cfg:
 
 
 def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
-    """Return what a config.json in timm's layout, old or new, says.
+    """Return the content of a config.json in timm's layout, old or new.
 
     Args:
         file: The config.json.
@@ -273,7 +273,7 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
 
 
 def own_cfg(model: nn.Module) -> Cfg:
-    """Return timm's record of the weights as it is on the network; empty where there is none."""
+    """Return timm's record of the weights that the network carries. Empty if it has none."""
     cfg: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     if not isinstance(cfg, Mapping):
         return {}
@@ -312,7 +312,8 @@ def unlicensed_record(model: nn.Module) -> Cfg:
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
     """Return a statistic for each channel.
 
-    As in timm, every channel gets the mean of the values if their number differs.
+    If the number of values is not the number of channels, every channel gets the mean of the
+    values, as in timm.
     """
     if len(values) == channels:
         return list(values)
@@ -363,7 +364,7 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
 
 
 def bare(config: Cfg) -> Cfg:
-    """Return a config of transformers without what it says of files and of weights to fetch.
+    """Return a config of transformers without its entries on files and on weights to fetch.
 
     Args:
         config: The config, or an object in it.
@@ -383,7 +384,7 @@ def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network
     """Return timm's record of a transformers network's images and classes.
 
     Args:
-        stated: The content of its preprocessor_config.json. Empty where it has none.
+        stated: The content of the network's preprocessor_config.json. Empty if it has no such file.
         model: The network.
         origin: The name of the network in errors.
     """
@@ -403,7 +404,7 @@ def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network
 
 
 def _resizing(processor: records.ImageProcessor, config: object, channels: int) -> Cfg:
-    """Return the input size, how the image is resized and cropped to it, and the interpolation."""
+    """Return the record's keys on the input size, on resizing, on cropping and on interpolation."""
     crop = _sides(processor.crop_size) if processor.do_center_crop else None
     size = _sides(processor.size) if processor.do_resize else None
     final = crop or size or _sides(getattr(config, "image_size", None))
@@ -435,7 +436,7 @@ def _normalizing(processor: records.ImageProcessor, channels: int) -> Cfg:
 
 
 def _classes(model: nn.Module) -> Cfg:
-    """Return the number of classes of a classifier, and their names where they mean something."""
+    """Return the number of classes of a classifier, and their names if the names mean anything."""
     if not type(model).__name__.endswith("ForImageClassification"):
         return {}
 

@@ -33,9 +33,9 @@ class Kind:
         builder: Its name in `Arch.builder`.
         file: The file of this folder that builds its networks.
         prefix: The word before the colon in MODEL, and where an architecture is spelled.
-        also: Further prefixes, each of which is a part of the name.
+        also: Further prefixes. They are part of the name, so they are not cut off.
         package: The package that it needs.
-        foreign: Whether its networks are built by code that this machine's user brings.
+        foreign: Whether its networks are built by the user's own code.
     """
 
     builder: str
@@ -83,8 +83,8 @@ KINDS = (
 def of(name: str) -> Kind:
     """Return the kind of source that a MODEL names.
 
-    It is found by its prefix or ending. Any other name is a factory's, if it is written like one,
-    or else timm's.
+    The kind is found by the prefix or the ending of the MODEL. Any other name is a factory's name
+    if it is written like one, or else timm's.
     """
     if name.endswith(".yaml"):
         return ULTRALYTICS
@@ -139,7 +139,7 @@ def exported(file: Path) -> bool:
 
 
 def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None]:
-    """Return the name of the architecture, and the weights file that it is filled from, or None.
+    """Return the name of the architecture, and the weights file that fills it (or None).
 
     Args:
         source: A MODEL.

@@ -19,7 +19,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put all of them in eval mode, and each module back in its own mode afterwards."""
+    """Put networks in eval mode in a `with` block, and each module back in its mode afterwards."""
     modes: list[tuple[nn.Module, bool]] = []
     for model in models:
         modes += [(module, module.training) for module in nn.Module.modules(model)]
@@ -37,8 +37,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def undisturbed(*models: nn.Module) -> Iterator[None]:
     """Put networks in eval mode, and undo afterwards whatever a forward wrote into them.
 
-    That may be counters, caches, or a scale that the first batch sets. Attributes and tensors are
-    put back, in modules whose class is not torch's own.
+    A forward may write counters, caches, or a scale that the first batch sets. Attributes and
+    tensors are put back in modules whose class is not torch's own.
     """
     modules: set[nn.Module] = set()
     for model in models:
@@ -79,7 +79,7 @@ def _contents(module: nn.Module) -> Iterator[Contents]:
 
 @torch.no_grad()
 def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Contents]) -> None:
-    """Give a module its attributes back, and to each of its values the contents it had."""
+    """Give a module its attributes back, and each of its values the contents that it had."""
     for value, before, memory in contents:
         if memory is not None:
             value.data = memory
@@ -97,7 +97,7 @@ def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Co
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove all hooks afterwards, and also where registering one of them fails."""
+    """Remove all hooks after a `with` block, also if registering one of them fails."""
     with ExitStack() as hooks:
         for handle in handles:
             hooks.enter_context(handle)
@@ -110,11 +110,12 @@ _callers_dtype: ContextVar[torch.dtype | None] = ContextVar("_callers_dtype", de
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute as it is written, whatever the caller has switched on; all is restored afterwards.
+    """Switch off, in a `with` block, whatever makes arithmetic less exact than it is written.
 
     It switches off autocast, TF32 and other short products of float32, torch's refusal of functions
-    that are not deterministic, and a default dtype other than float32 (`callers_dtype`). Tensors
-    that are made meanwhile can be trained, even if the caller is in `torch.inference_mode`.
+    that are not deterministic, and a default dtype other than float32 (`callers_dtype`). All is
+    restored afterwards. Tensors that are made in the block can be trained, even if the caller is in
+    `torch.inference_mode`.
     """
     default_dtype = torch.get_default_dtype()
     token = _callers_dtype.set(_callers_dtype.get() or default_dtype)
@@ -153,7 +154,7 @@ def callers_dtype() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Compute products of float32 in float32 while this is entered.
+    """Compute products of float32 in float32 inside a `with` block.
 
     TF32, which torch allows a GPU in convolutions, keeps 10 bits of a factor, and
     `torch.set_float32_matmul_precision` allows a CPU bfloat16.

@@ -47,7 +47,7 @@ def check_shapes(model: nn.Module) -> None:
 def check_values(model: nn.Module) -> None:
     """Raise SourceError for a network that cannot be converted or saved as it is.
 
-    Its tensors have no values, or values that no training gives, or its layers are quantized.
+    Such a network has tensors without values, values that no training gives, or quantized layers.
     """
     remedy = "Load the network's weights again"
     for name, tensor in _tensors(model):
@@ -79,7 +79,8 @@ def check_values(model: nn.Module) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether every number of a tensor is finite.
 
-    The sum is looked at first, which is faster. As it may overflow, each number is looked at then.
+    The sum is checked first, which is faster. A finite sum settles it. The sum of finite numbers
+    may overflow, so else each number is checked.
     """
     # torch does not add up numbers of one byte or less.
     if tensor.element_size() == 1:
@@ -111,7 +112,7 @@ def require_module(model: object) -> nn.Module:
     """Return a network, or the one that a result holds as its `model`.
 
     Raises:
-        SourceError: The object is neither, or is TorchScript.
+        SourceError: The object is neither a network nor a result, or is TorchScript.
     """
     default_device = torch.get_default_device()
     if default_device.type != "cpu":
@@ -141,7 +142,7 @@ def require_module(model: object) -> nn.Module:
 
 
 def require_size(size: object) -> None:
-    """Raise OptionError for what is neither None nor the size of one input, without a batch."""
+    """Raise OptionError unless `size` is None or the size of one input, without a batch."""
     if size is None:
         return
 
@@ -157,7 +158,7 @@ def require_size(size: object) -> None:
 
 
 def require_seed(seed: object) -> None:
-    """Raise OptionError for what is no seed of torch's generators."""
+    """Raise OptionError unless `seed` is a seed of torch's generators."""
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise OptionError(f"{spelled('seed', seed)} is no whole number from 0 to 2**63 - 1")
 
@@ -198,7 +199,7 @@ def answer(output: object) -> Tensor:
 
 
 def scores(output: object) -> Tensor:
-    """Return the scores of the classes, (N, classes), in what a network gives.
+    """Return the class scores (N, classes) in a network's output.
 
     Raises:
         OptionError: The network gives no scores.
@@ -241,11 +242,11 @@ def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) 
 
 
 class DrawnCalls(list[Example]):
-    """Calls with random values, as only their names, shapes and types are stated."""
+    """Calls with random values, because the network states only names, shapes and types."""
 
 
 def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls | None:
-    """Return one call of the inputs that the network's record states by name; None: it states none.
+    """Return one call with the inputs that the network's record names, or None if it names none.
 
     Floating-point numbers are N(0, 1). Whole numbers are below the smallest number of rows of the
     network's embeddings, or below 2.
@@ -275,7 +276,7 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
     """Yield a call with a row of token numbers, if the network begins with an embedding.
 
-    The size that comes with it is empty, as the row is no image.
+    The size beside the call is empty, because the row is no image.
     """
     layers = nn.Module.modules(model)
     first = next((each for each in layers if next(each.parameters(False), None) is not None), None)
@@ -298,9 +299,9 @@ def size(model: nn.Module) -> tuple[int, ...]:
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return smaller sizes (C, H, W) that cost less to look at: one even, one odd.
+    """Return up to two smaller sizes (C, H, W), which cost less to run: one even, one odd.
 
-    There are none where `size` is not larger, or is no size of an image.
+    There are none if `size` is no larger, or is not the size of an image.
     """
     channels, *sides = size
     if len(sides) != 2:
@@ -330,7 +331,7 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def stated_size(model: nn.Module) -> tuple[int, ...] | None:
-    """Return the size (C, H, W) that the network, or a record of it, states; None: neither does."""
+    """Return the size (C, H, W) that the network or its record states, or None."""
     stated: tuple[int, ...] | None = None
     for record in (getattr(model, "pretrained_cfg", None), provenance.of(model).pretrained_cfg):
         if isinstance(record, Mapping) and record.get("input_size"):
@@ -343,7 +344,7 @@ def stated_size(model: nn.Module) -> tuple[int, ...] | None:
 
 
 def _configured(config: object) -> tuple[int, ...] | None:
-    """Return the size (C, H, W) in a config of transformers; None where it has none."""
+    """Return the size (C, H, W) in a config of transformers, or None."""
     inner_names = ("vision_config", "backbone_config", "encoder")
     inner_configs = [getattr(config, name, None) for name in inner_names]
 
@@ -358,7 +359,7 @@ def _configured(config: object) -> tuple[int, ...] | None:
 
 
 def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
-    """Return a size of one input that the first layer takes; None where no layer says it."""
+    """Return a size of one input that the first layer takes, or None if no layer tells it."""
     for module in nn.Module.modules(model):
         if isinstance(module, nn.modules.conv._ConvNd):
             return (module.in_channels, *_SIDE[len(module.kernel_size)])

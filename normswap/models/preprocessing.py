@@ -34,7 +34,7 @@ def assumed(model: nn.Module) -> tuple[str, ...]:
 
 
 def assumption(model: nn.Module) -> str:
-    """Return a sentence that says what is assumed; empty where everything is stated."""
+    """Return a sentence on what is assumed. It is empty if everything is stated."""
     config = data_config(model)
     parts: list[str] = []
     for name in assumed(model):
@@ -110,5 +110,5 @@ def _record(model: nn.Module, values: Cfg, without: Sequence[str] = ()) -> None:
 
 
 def stated(model: nn.Module) -> Cfg:
-    """Return what the network's own record, or timm's, states of images and classes."""
+    """Return what the network's own record, or else timm's, states of images and classes."""
     return dict(provenance.of(model).pretrained_cfg) or own_cfg(model)

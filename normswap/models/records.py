@@ -69,7 +69,7 @@ class _Strict(BaseModel):
 
 
 class _OfOthers(BaseModel):
-    """A file of another library, of which some keys are read."""
+    """Base of records of another library's file, of which some keys are read."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 

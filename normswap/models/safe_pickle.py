@@ -48,7 +48,7 @@ def unpickle(file: Path) -> object:
 
 
 def unknown_names(file: Path) -> list[str]:
-    """Return the names of Python objects that a pickle needs; empty where it cannot be told."""
+    """Return the names of Python objects that a pickle needs. Empty if they are not known."""
     # torch raises many kinds of errors for a file that is none of its own.
     with suppress(Exception):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))
@@ -90,7 +90,7 @@ class _Inert(dict[object, object]):
 def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     """Return the attributes and the tensors of a whole network that `torch.save` pickled.
 
-    It stands alone in the file, or under a usual key. None of its code is run.
+    The network stands alone in the file, or under a usual key. None of its code is run.
 
     Args:
         file: The file.

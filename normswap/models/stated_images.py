@@ -12,11 +12,11 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 class Preprocessing:
     """The preprocessing of an image before the network.
 
-    What is None is as the network's record says, or as is assumed.
+    A field that is None has the value of the network's record, or else the assumed value.
 
     Args:
         mean: The mean of pixels in 0..1, per channel or for all channels.
-        std: Their standard deviation, likewise.
+        std: The standard deviation of pixels in 0..1, per channel or for all channels.
         crop_pct: The share of a side that is kept.
         interpolation: How an image is resized.
     """
@@ -27,7 +27,7 @@ class Preprocessing:
     interpolation: str | None = None
 
     def check(self) -> None:
-        """Raise OptionError where no image can be prepared so."""
+        """Raise OptionError if no image can be prepared with these values."""
         if self.std is not None and min(self.std) <= 0:
             raise OptionError(
                 f"std {comma_list(self.std)}", "it must be positive: images are divided by it"

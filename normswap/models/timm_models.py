@@ -53,7 +53,7 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
-    """Raise SourceError, with the names that are alike, for a name that timm does not have."""
+    """Raise SourceError, with similar names, for a name that timm does not have."""
     base, _, tag = name.partition(".")
     if not is_model(base):
         shipped.register_networks()
@@ -71,7 +71,7 @@ def _check_known(name: str) -> None:
 
 
 def _registered(name: str) -> Cfg:
-    """Return timm's record of a name; empty where it has none."""
+    """Return timm's record of a name. It is empty if timm has none."""
     cfg = get_pretrained_cfg(name)
     return dict(cfg.to_dict()) if cfg else {}
 
@@ -125,7 +125,7 @@ def _from_name(name: str, arguments: Cfg) -> Built:
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
-    """Return the architecture without its tag: what the tag implies becomes an argument."""
+    """Return the architecture without its tag. What the tag implies becomes an argument."""
     name = cfg["architecture"]
     usual = {**_USUAL, **_registered(name)}
     implied: Cfg = {}
@@ -212,7 +212,7 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
 def identify(
     model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton
 ) -> Arch | None:
-    """Return how to rebuild a network of timm's; None where that is not known.
+    """Return how to rebuild a network of timm's, or None if that is not known.
 
     It is tried with the arguments that timm remembers, then with classes and channels alone.
 

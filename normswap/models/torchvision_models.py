@@ -102,7 +102,7 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
-    """Raise SourceError, with the names that are alike, for a builder that torchvision lacks."""
+    """Raise SourceError, with similar names, for a builder that torchvision does not have."""
     names = models.list_models()
     if name not in names:
         remedy = near(name, names, "See torchvision.models.list_models()")
@@ -185,7 +185,7 @@ def _rehead(state: State, model: nn.Module, classes: int) -> State:
 
 
 def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
-    """Return timm's record of what torchvision's weights want; empty where nothing is known."""
+    """Return timm's record of the preprocessing for torchvision's weights. Empty if not known."""
     if member is None:
         return {}
     preset = member.transforms()

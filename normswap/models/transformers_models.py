@@ -93,7 +93,7 @@ def _from_class(class_name: str, name: str, arguments: Cfg) -> Built:
 
 
 def _optional(place: str, filename: str) -> Path | None:
-    """Return a file that a repository or directory may have; None where it has none."""
+    """Return the path of a file that a repository or directory may have, or None."""
     try:
         return _fetch(place, filename)
     except SourceError:
@@ -101,7 +101,7 @@ def _optional(place: str, filename: str) -> Path | None:
 
 
 def _check_stated(stated: Cfg, origin: str) -> None:
-    """Raise SourceError where a config has another type where normswap reads it.
+    """Raise SourceError if a key of a config that normswap reads has another type.
 
     A file that names no type of model is left to `_config`, which says what there is.
     """
@@ -121,7 +121,7 @@ def create(arch: Arch) -> transformers.PreTrainedModel:
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arch | None:
-    """Return how to rebuild a network that somebody built with transformers; None: it is not known.
+    """Return how to rebuild a network that was built with transformers, or None if not known.
 
     Args:
         model: The network.

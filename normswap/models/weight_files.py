@@ -62,8 +62,8 @@ class StateDict(State):
     """The tensors of a weights file, with the rest of what torch keeps in a state dict.
 
     Attributes:
-        _metadata: What `load_state_dict` tells each layer, by its path: the version of the layer
-            that wrote the tensors, above all. None where the file does not say it.
+        _metadata: What `load_state_dict` tells each layer, by the layer's path. Above all it is the
+            version of the layer that wrote the tensors. None if the file does not say it.
         extras: The extra state of layers that is no tensor, by its name in the state dict.
     """
 
@@ -84,7 +84,7 @@ def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def hash_all(state: Mapping[str, Tensor]) -> tuple[str, dict[str, str]]:
-    """Return what `hash_tensors` and `hash_each` return; the values are read once."""
+    """Return the results of `hash_tensors` and `hash_each`. The values are read only once."""
     descriptions = _descriptions(state)
     each = {
         name: hashlib.sha256(description).hexdigest()[:16]
@@ -122,8 +122,8 @@ def _hash_of_values(tensor: Tensor) -> bytes:
 def read(file: Path) -> StateDict:
     """Return the state dict in a weights file, by clean names. No code in the file is run.
 
-    A warning says what the file holds beside the tensors that were taken. Whether numbers are
-    finite is looked at where it is known which tensors are parameters (`load_into`).
+    A warning names what the file holds beside these tensors. Numbers are not checked for NaN here:
+    `load_into` checks them, because it knows which tensors are parameters.
 
     Args:
         file: A safetensors file, or one that `torch.save` wrote.
@@ -178,7 +178,7 @@ def _content(file: Path) -> object:
 
 
 def _check_no_text(file: Path) -> None:
-    """Raise SourceError for a text that stands in the place of a weights file, and say which."""
+    """Raise SourceError if a weights file is a text, and say which kind of text it is."""
     with file.open("rb") as opened:
         begin = opened.read(2048).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
 
@@ -209,7 +209,7 @@ def _check_plain_tensor(name: str, tensor: Tensor, file: Path) -> None:
 def _unwrapped(content: object, file: Path) -> StateDict:
     """Return the state dict in what a training script wrote.
 
-    Its names are without what wrappers of a network put before them.
+    The names have no prefixes of a network's wrappers.
     """
     for _ in range(_MOST_WRAPPERS):
         if not isinstance(content, Mapping):
@@ -248,7 +248,7 @@ def _unwrapped(content: object, file: Path) -> StateDict:
 
 
 def _without_wrappers(name: str) -> str:
-    """Return the path of a layer or tensor without what wrappers of layers put into it."""
+    """Return the path of a layer or tensor without the parts that wrappers put into it."""
     return ".".join(attribute for attribute in name.split(".") if attribute not in _INSIDE)
 
 
@@ -258,7 +258,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
-    """Return the key under which a training script keeps its state dict; None where it is one."""
+    """Return the key of a training script's state dict, or None if the content is one itself."""
     inner = {key: value for key, value in content.items() if isinstance(value, Mapping) and value}
     states = [key for key, value in inner.items() if _holds_tensors_alone(value)]
     usual = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
@@ -288,7 +288,7 @@ def _shown_key(key: object) -> str:
 
 
 def _without_prefix(state: StateDict, bare: State) -> StateDict:
-    """Return the tensors by names without what wrappers put before all of them.
+    """Return the tensors by names without the prefix that wrappers put before all names.
 
     DDP and AveragedModel put `module.` there. Lightning puts the name of an attribute there, which
     is dropped if more names fit without it.
@@ -321,9 +321,9 @@ def _below(named: Mapping[str, _Value]) -> dict[str, _Value]:
 
 @contextmanager
 def with_broken_statistics() -> Iterator[None]:
-    """Accept running statistics that are not finite while this is entered.
+    """Accept running statistics that are not finite inside a `with` block.
 
-    It is for those who look at statistics, or measure them anew.
+    It is for commands that inspect the statistics or measure them anew.
     """
     token = _TAKES_BROKEN_STATISTICS.set(True)
     try:
@@ -343,7 +343,7 @@ def check_network(model: nn.Module, origin: str) -> None:
 
 
 def _check_for(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
-    """Raise SourceError where tensors of a network must be finite, and are not.
+    """Raise SourceError if tensors of a network that must be finite are not.
 
     A buffer may hold infinities or NaN, as masks and observers do; running statistics may not.
     """
@@ -372,7 +372,7 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
 
 
 def _has_finite_numbers(name: str, tensor: Tensor, origin: str) -> bool:
-    """Return whether a tensor holds no NaN and inf; whole numbers hold none."""
+    """Return whether a tensor holds neither NaN nor inf. Whole numbers never do."""
     if not tensor.is_floating_point():
         return True
     try:
@@ -512,7 +512,7 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
 
 
 def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
-    """Return the tensors with the head of the network where it has other classes than the file."""
+    """Return the tensors, with the network's own head if its classes are not the file's."""
     is_fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
     offset = cfg.get("label_offset") or 0
     heads = cfg.get("classifier") or ()
@@ -548,7 +548,7 @@ def note_new_head(path: str, classes: int) -> None:
 
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
-    """Return how many names there are of each kind of misfit, and the first few of them."""
+    """Return the number of names of each kind of misfit, with the first few names."""
     return "; ".join(
         f"{len(names)} {kind}: {first_few(names)}" for kind, names in misfits.items() if names
     )
@@ -561,7 +561,7 @@ def check_fit(
 
     Args:
         state: The file's tensors.
-        bare: The network's.
+        bare: The tensors of the bare network.
         origin: The name of the file in the error.
         name: The name of the network in the error.
     """

@@ -39,7 +39,7 @@ class Asked(TypedDict, total=False):
 
 
 def check_unasked(name: str, asked: Mapping[str, object]) -> None:
-    """Raise SourceError where an option is given for a MODEL that says all of it itself."""
+    """Raise SourceError if an option is given for a MODEL that states everything itself."""
     # These values ask for nothing.
     usual: tuple[object, ...] = (None, {}, 0, "pretrained")
     useless = [spelled(key) for key in OPTIONS if asked.get(key) not in usual]
@@ -105,7 +105,7 @@ def _count_of_tensors(model: nn.Module) -> int:
 def identify(
     model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton
 ) -> Arch | None:
-    """Return how to rebuild a network; None where no kind of source knows.
+    """Return how to rebuild a network, or None if no kind of source knows.
 
     Args:
         model: The network.
@@ -116,7 +116,7 @@ def identify(
 
 
 def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
-    """Raise SourceError for code of this machine that nobody has said may be imported.
+    """Raise SourceError for code of this machine if the user has not allowed its import.
 
     Args:
         what: The name of the code in the error.

@@ -61,7 +61,7 @@ def sites(facts: Facts, report: Report) -> Figure:
 
 
 def signal(facts: Facts) -> Iterator[Figure]:
-    """Draw how the signal propagates, a figure for each quantity, source and result in each."""
+    """Draw one figure for each quantity of the signal, with the curves of source and result."""
     names = {"before": "source", "after": "result"}
     curves = {names[network]: points for network, points in facts.signal.items()}
     for quantity, title, label in _QUANTITIES:

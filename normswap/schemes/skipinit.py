@@ -132,12 +132,12 @@ def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
 
 
 def _stays(module: nn.Module, bias: bool) -> bool:
-    """Whether a module is a scalar that learns and can stay as it is.
+    """Whether the module at the end of a branch is a learnable scalar that can stay as it is.
 
     Args:
         module: The module at the end of a branch.
-        bias: Whether scalars have biases. If not, one with a bias stays only if that bias or its
-            alpha is 0.
+        bias: Whether the planned scalars have biases. If they have none, a scalar that has a bias
+            stays only if its bias or its alpha is 0.
     """
     return _learns(module) and (
         bias or module.bias is None or not (module.bias.any() and module.alpha.any())

@@ -118,8 +118,8 @@ def check_writable(file: Path, *, force: bool = False, package_of: Sequence[str]
         package_of: The names of a package's entries, the first of which marks it. Empty for a file.
 
     Raises:
-        OutputError: It exists and `force` is not given, its folder does not exist, or it is a
-            directory that is no such package or holds something else.
+        OutputError: The file exists and `force` is not given, its folder does not exist, or a
+            directory stands at the path that is no such package or holds something else.
     """
     left_behind.put_back(file)
     if file.is_dir() and not package_of:
@@ -149,9 +149,8 @@ def _check_package(package: Path, names: Sequence[str]) -> None:
 def _open_to_others(folder: Path, new_files: Sequence[Path]) -> None:
     """Give new files the rights that the user's umask, or the folder's own list, gives to a file.
 
-    A temporary folder is closed to others, and some writers close their files, too. The mode of a
-    new directory shows the umask. To ask the system for the umask would mean to set it, for all
-    threads.
+    A temporary folder is closed to other users, and some writers close their files, too. The umask
+    is read from the mode of a new directory. To ask the system for it would set it for all threads.
     """
     probe = folder / ".mode"
     probe.mkdir(0o777)
@@ -174,8 +173,8 @@ def _exchange(
     last, so that it never stands beside files of another version.
 
     Raises:
-        OSError: The files cannot be moved. The old files are back then, as they are where the user
-            interrupts.
+        OSError: The files cannot be moved. The old files are then back in their places, as they are
+            if the user interrupts.
     """
     old.mkdir()
     names = [new_file.name for new_file in new_files]

@@ -155,7 +155,7 @@ def save(
         The directory.
 
     Raises:
-        OutputError: The place is taken, or cannot be written.
+        OutputError: The directory exists already, or cannot be written.
         SourceError: Weights are NaN, infinite, or missing.
     """
     place = Path(directory)
@@ -215,8 +215,8 @@ def load(
         changed: Whether tensors are accepted that differ from those that were proven.
 
     Raises:
-        SourceError: It is no such directory, or is damaged, or needs a skeleton, or trust in a
-            factory.
+        SourceError: `save` did not write the directory, or it is damaged, or it needs a skeleton or
+            trust in a factory.
         PlanError: The plan does not fit the architecture (another version of timm may build it
             differently).
     """
@@ -299,7 +299,7 @@ def _read_tensors(place: Path, file: Path) -> dict[str, StateDict]:
 
 
 def _check_the_same(record: Header, states: Mapping[str, StateDict], file: Path) -> None:
-    """Raise SourceError, naming the tensors, where a file has others than those that were saved."""
+    """Raise SourceError, naming the tensors, where a file's tensors are not the saved ones."""
     for name, state in states.items():
         saved_hash = record.hashes.get(name)
         # No norms were saved, and none are there.
@@ -461,7 +461,7 @@ def _with_values(skeleton: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Return the skeleton, in place, with zeros where it is on the meta device, to be filled.
 
     Raises:
-        SourceError: A tensor has no values in the skeleton, nor in the file.
+        SourceError: A tensor has values neither in the skeleton nor in the file.
     """
     lost: list[str] = []
     zeros: dict[int, Tensor] = {}

@@ -43,17 +43,19 @@ class Header(BaseModel):
 
     Args:
         version: The version of the record.
-        arch: How to build the bare network. None where nobody knows.
+        arch: How to build the bare network. None where this is not known.
         plan: The plan, as `Plan.to_json` wrote it.
         source: The source of the network, as the user named it.
         sha256: The hash of the source's tensors. None for random weights.
         pretrained_cfg: The record of images and classes.
         report: The measurements of the conversion. None for a network that was not converted.
         hashes: The hash of all tensors of a file, by the file's name.
-        tensors: The hash of each tensor, by the file's name and its own. Older files have none.
+        tensors: The hash of each tensor, by the file's name and the tensor's name. Older files have
+            no such hashes.
         versions: The versions of the libraries that wrote it.
-        layers: What torch tells each layer when it loads its tensors, by its path: the version of
-            the layer that wrote them. Version 1 is left out. Older files have no such record.
+        layers: For each layer, by its path, the version of the layer that wrote its tensors. torch
+            gives it to the layer that loads them. Version 1 is left out. Older files have no such
+            record.
         extra_state: The extra state of layers that is no tensor, as JSON, by its name in the state
             dict.
         unsaved: The dtype of each floating-point buffer that is not saved, by its name.
@@ -84,7 +86,7 @@ class Header(BaseModel):
     @field_validator("report")
     @classmethod
     def _is_printable(cls, report: Report | None) -> Report | None:
-        """Refuse a report that no comparison gives, and that could not be printed."""
+        """Refuse a report that could not be printed, because no comparison wrote it."""
         if report is None:
             return None
         if not report.logits:
@@ -200,7 +202,7 @@ def _with_todays_names(record: Body, text: str) -> str:
 
 
 def _text_in(file: Path) -> str | None:
-    """Return the text of the record; None where the file is not normswap's."""
+    """Return the text of the record, or None if normswap did not write the file."""
     try:
         with safe_open(file, "pt") as opened:
             return (opened.metadata() or {}).get(KEY)
@@ -212,8 +214,8 @@ def _text_in(file: Path) -> str | None:
 def _check_digests(record: Body, header: Header, place: Path, file: Path) -> None:
     """Raise SourceError where the header is not the one that was written.
 
-    The directory's config.json has a copy of the digest, so that a header that lost its own is
-    noticed too.
+    The directory's config.json has a copy of the digest, so that a header that has lost its digest
+    is noticed too.
     """
     noted = None
     if place.is_dir():
@@ -232,7 +234,7 @@ def _check_digests(record: Body, header: Header, place: Path, file: Path) -> Non
 
 
 def noted_digest(folder: Path) -> str | None:
-    """Return the header's digest as the config.json of a directory notes it; None: it does not."""
+    """Return the header's digest that the config.json of a directory holds, or None."""
     config = read_config(folder)
     entry = config.get(KEY) if config is not None else None
     digest = entry.get("header") if isinstance(entry, dict) else None
@@ -240,7 +242,7 @@ def noted_digest(folder: Path) -> str | None:
 
 
 def read_config(folder: Path) -> Body | None:
-    """Return the config.json of a directory; None where it has none that can be read."""
+    """Return the config.json of a directory, or None if it cannot be read."""
     try:
         return reading.parse_object(reading.file_text(folder / CONFIG))
     except reading.UnreadableError:
@@ -250,7 +252,7 @@ def read_config(folder: Path) -> Body | None:
 def is_checkpoint(place: Path) -> bool:
     """Return whether normswap wrote a directory or a weights file.
 
-    A directory says it in its config.json, a file in its header.
+    The config.json of a directory, or the header of a file, tells it.
     """
     if place.suffix == ".safetensors" and place.is_file():
         try:

@@ -29,7 +29,8 @@ class LayerState:
 
     Args:
         tensors: The tensors of the state dict.
-        layers: What torch tells each layer when it loads, by its path, unless it is the usual.
+        layers: What torch tells each layer when it loads, by the layer's path. The usual record is
+            left out.
         extra_state: The extra state of layers as JSON, by its name in the state dict.
         unsaved: The dtype of each floating-point buffer that is not saved, by its name.
     """
@@ -40,7 +41,10 @@ class LayerState:
     unsaved: dict[str, str]
 
     def record(self) -> dict[str, object]:
-        """Return what the header holds of it. Of extra state and buffers only what there is."""
+        """Return the header's entries for this state.
+
+        `extra_state` and `unsaved` are left out if they are empty.
+        """
         parts = {"extra_state": self.extra_state, "unsaved": self.unsaved}
         return {"layers": self.layers, **{name: part for name, part in parts.items() if part}}
 
@@ -70,7 +74,7 @@ def of(model: nn.Module) -> LayerState:
 
 
 def restore(model: nn.Module, state: StateDict, record: Header) -> None:
-    """Add to the tensors of a file, in place, what its header says of the network's layers.
+    """Add the header's record of the network's layers to the tensors of a file, in place.
 
     Args:
         model: The network, which is not changed. A file of an older version says nothing of its
@@ -101,7 +105,7 @@ def _as_json(name: str, value: object) -> str:
     """Return the extra state of a layer as JSON.
 
     Raises:
-        OutputError: It is no plain data, so it would not come back as it is.
+        OutputError: The extra state is no plain data, so it would not be the same after loading.
     """
     try:
         text = json.dumps(value)

@@ -72,9 +72,9 @@ def remove(folder: Path) -> None:
 
 
 def old_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the old files in a folder in which files of these names are written.
+    """Return the path of the old files in a folder in which files with these names are written.
 
-    It is `old`, with underscores behind it if one of the files has that name.
+    The path is `old`, with underscores behind it if one of the files is called `old`.
     """
     name = "old"
     while name in names:
@@ -103,7 +103,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def is_unfinished(path: Path, file: Path) -> bool:
-    """Tell whether `path` is a folder in which `file` is written, or was when a process died."""
+    """Tell whether `file` is being written in the folder `path`, or was when a process died."""
     pattern = rf"\.{re.escape(file.stem)}\.[a-z0-9_]{{8}}"
     if path.parent != file.parent or not re.fullmatch(pattern, path.name):
         return False
@@ -151,7 +151,7 @@ def check_not_moved_aside(file: Path) -> None:
     """Check that `file` does not wait in `old/` because a process that replaced it was killed.
 
     Raises:
-        SourceError: It is. The error has the command that puts it back.
+        SourceError: The file waits in `old/`. The error has the command that puts it back.
     """
     if os.path.lexists(file):
         return

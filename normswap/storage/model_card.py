@@ -54,7 +54,8 @@ class Accuracy:
 def eval_results(accuracy: Accuracy | None) -> dict[str, bytes]:
     """Return the file of `.eval_results/` in which the hub looks for a figure, by its name.
 
-    The hub shows it where the dataset is one of its benchmarks. Without a dataset there is no file.
+    The hub shows the figure if the dataset is one of its benchmarks. Without a dataset there is no
+    file.
 
     Source: https://huggingface.co/docs/hub/eval-results
     """
@@ -78,7 +79,7 @@ def render(
     license: str | None = None,
     accuracy: Accuracy | None = None,
 ) -> str:
-    """Return the card in Markdown: what this network is, what was done and measured, how it loads.
+    """Return the card in Markdown: the network, its conversion, its measurements and how it loads.
 
     Names and figures may come from somebody else's file. Whatever they hold, Markdown shows them
     literally, in one line.
@@ -143,7 +144,7 @@ def loading_code(place: str, record: Provenance) -> str:
 
 
 def base_model(record: Provenance) -> str | None:
-    """Return the repository on the hub that the weights are from, if they are from one."""
+    """Return the hub repository that the weights come from, or None."""
     prefix, _, place = record.source.rpartition(":")
     if record.sha256 is None or PurePath(place).is_absolute():
         return None
@@ -156,12 +157,12 @@ def base_model(record: Provenance) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return the text for a line of Markdown, which shows it as it is."""
+    """Return the text, escaped so that a line of Markdown shows it literally."""
     return _MARKS.sub(r"\\\g<0>", printable(text))
 
 
 def _code_span(text: str) -> str:
-    """Return the text as a span of code, between more backticks than it has in a row."""
+    """Return the text as a span of code, between more backticks than the text has in a row."""
     text = printable(text)
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)
@@ -171,7 +172,7 @@ def _code_span(text: str) -> str:
 
 
 def _results(task: str, accuracy: Accuracy | None) -> list[EvalResult] | None:
-    """Return top-1 as the hub's evaluation result; None where no dataset of the hub was used.
+    """Return top-1 as the hub's evaluation result, or None if no dataset of the hub was used.
 
     Distances on noise and agreement with the source are no results on a dataset: the text has them.
     """

@@ -29,8 +29,8 @@ def check_writable(place: Path, *, force: bool) -> None:
     stays.
 
     Raises:
-        OutputError: It exists (without `force`), or is the directory of something else, or lies in
-            the directory of a network.
+        OutputError: The place exists and `force` is not given, it is the directory of something
+            else, or it lies in the directory of a network.
     """
     check_beside(place)
     put_back(place)
@@ -88,7 +88,7 @@ def check_not_moved_aside(place: Path) -> None:
     """Check that neither a network's directory nor its weights wait to be put back.
 
     Raises:
-        SourceError: They do. The error has the command.
+        SourceError: One of them waits. The error has the command that puts it back.
     """
     left_behind.check_not_moved_aside(place)
     if place.is_dir():
@@ -99,7 +99,7 @@ def check_no_run(directory: Path) -> None:
     """Check that `directory` is not the folder of a training run, where a network is needed.
 
     Raises:
-        SourceError: It is one. The error says where the run's networks are.
+        SourceError: `directory` is a run's folder. The error says where the run's networks are.
     """
     if (directory / "recipe.yaml").is_file() and (directory / "best").is_dir():
         raise SourceError(

@@ -93,7 +93,7 @@ def push(
 
     Raises:
         SourceError: The directory is damaged, or one of its files is a link.
-        OptionError: The name is none of a repository, or nobody knows the license.
+        OptionError: `repo` is not the name of a repository, or the license is not known.
         OutputError: The hub refuses it, or the repository is public.
     """
     if repo.count("/") != 1:
@@ -156,7 +156,7 @@ class _FilesOfSave:
                 self.contents[name] = self._read(name)
 
     def check_unchanged(self) -> None:
-        """Raise SourceError if a file is another one than was read, or was written to."""
+        """Raise SourceError if a file was replaced or changed since it was read."""
         for name in FILES:
             if self._identity(name) != self._identities[name]:
                 raise SourceError(
@@ -164,7 +164,7 @@ class _FilesOfSave:
                 )
 
     def _identity(self, name: str) -> tuple[int, ...] | None:
-        """Return numbers that differ once a file is changed or replaced; None if it is missing."""
+        """Return numbers that differ once a file is changed or replaced; None without a file."""
         file = self.folder / name
         try:
             status = file.lstat()
@@ -249,7 +249,7 @@ def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: 
 
 
 def _check_not_public(api: client.HfApi, repo: str) -> None:
-    """Raise OutputError for a repository that everybody can read: the hub would leave it so."""
+    """Raise OutputError for a public repository, because the hub would leave it public."""
     try:
         found = api.repo_info(repo)
     except client.errors.RepositoryNotFoundError:
@@ -263,7 +263,7 @@ def _license_of_source(record: provenance.Provenance, folder: Path) -> str:
     """Return the license of the source's weights.
 
     Raises:
-        OptionError: Nobody knows the license.
+        OptionError: The license is not known.
     """
     # The license on record is that of trained weights, not of random ones.
     stated = record.pretrained_cfg.get("license") if record.sha256 else None
@@ -292,7 +292,7 @@ def _license_on_card(repo: str | None) -> str | None:
 def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:
     """Return arguments with which timm alone builds this very network, or None.
 
-    They are found by building it and comparing both networks.
+    The arguments are tried: the network is built from them and compared with this one.
     """
     if arch is None or arch.builder != "timm":
         return None
@@ -313,7 +313,7 @@ def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, obj
 def _code_by_timm(model: nn.Module, arch: Arch | None, folder: Path, repo: str) -> str | None:
     """Return code that loads a folded network into timm's own class, or None.
 
-    The code is run here, and its network compared.
+    The code is run here, and the network that it loads is compared with this one.
     """
     if arch is None or arch.builder != "timm":
         return None

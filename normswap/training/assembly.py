@@ -68,7 +68,7 @@ class Subject:
         return self.network.module
 
     def blank(self) -> nn.Module:
-        """Return a copy that has its architecture on record, so that no save searches for it."""
+        """Return a copy that knows its architecture, so that no save searches for it."""
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
         return provenance.attach(copying.duplicate(self.module, {}), record)
 
@@ -121,7 +121,7 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
         recipe: The recipe.
 
     Raises:
-        NormswapError: It names none, or the network cannot be opened.
+        NormswapError: The recipe names no network, or the network cannot be opened.
     """
     settings = recipe.model
     if model is None:
@@ -175,8 +175,8 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
 def read_slurm() -> None:
     """Set torchrun's variables from SLURM's, if srun has started this process.
 
-    SLURM_STEP_ID tells, as only srun sets it. SLURM_NTASKS does not: a batch script has it as
-    well, and is a single process.
+    A process was started by srun if SLURM_STEP_ID is set. SLURM_NTASKS is no such sign: it is also
+    set in a batch script, which is a single process.
 
     Raises:
         OptionError: The address where the processes meet is not set.
@@ -200,10 +200,10 @@ def read_slurm() -> None:
 
 
 def meet(backend: str) -> None:
-    """Join the other processes that torchrun has started, under a name that only this start has.
+    """Join the other processes of torchrun, under a name that is new at each start of torchrun.
 
-    torchrun's store survives a restart: under torch's own name processes would find the addresses
-    of dead ones.
+    torchrun's store survives a restart. Under torch's own name, processes would find the addresses
+    of processes that are dead.
     """
     variables = os.environ
     if dist.is_initialized() or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

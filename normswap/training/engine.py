@@ -108,8 +108,8 @@ def finetune(
 ) -> Result:
     """Train `model`, which is not changed, as the recipe says.
 
-    It runs in one process, or in each of those that torchrun has started. They share a disk: the
-    first one writes the run's folder, and all read the images.
+    Training runs in one process, or in each process that torchrun has started. The processes share
+    a disk. The first process writes the run's folder, and all processes read the images.
 
     Args:
         model: A source or a converted network. None for the one that the recipe names.
@@ -279,7 +279,7 @@ class TrainingRun:
         return at.update == task.updates
 
     def _not_finite(self) -> TrainingError:
-        """Return the error about a loss that is not finite; it names the last good network."""
+        """Return the error about a loss that is not finite, which names the last good network."""
         at = self.at
         last = (
             f"The last good checkpoint is {self.folder.last}, of update {at.rows[-1]['update']:g}"
@@ -401,8 +401,8 @@ class TrainingRun:
     def _held_out_loss(self, model: nn.Module) -> float | None:
         """Return the mean loss of a network in eval mode on the held-out inputs.
 
-        None says that there are none, because accuracies are measured. Every process measures all
-        of them.
+        The result is None if no inputs are held out, because accuracies are measured. Every process
+        measures all inputs.
         """
         task = self.task
         if task.held_out is None:
@@ -553,10 +553,11 @@ def _is_risen(loss: float | None, began_with: float) -> bool:
 
 
 def score(row: Row) -> float:
-    """Return the score of a network; a higher score is better.
+    """Return the score of a network. A higher score is better.
 
-    It is the accuracy, or, where none was measured, minus the loss on held-out inputs. The training
-    loss is no score: it is the mean over an epoch of networks that were not kept.
+    The score is the accuracy. Where no accuracy was measured, it is minus the loss on held-out
+    inputs. The training loss is no score, because it is a mean over all networks of an epoch, and
+    only the last one is kept.
     """
     accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
     if accuracies:

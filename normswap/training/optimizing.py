@@ -191,7 +191,7 @@ def adaptive_clip_(
 
 
 def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return each tensor's norms over all dimensions but the first; a vector has one norm."""
+    """Return each tensor's norms over all dimensions but the first. A vector has one norm."""
     vectors = [tensor for tensor in tensors if tensor.ndim <= 1]
     vector_norms = iter(torch._foreach_norm(vectors) if vectors else ())
 
@@ -208,7 +208,8 @@ def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
 def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     """Return the layer that gives the logits.
 
-    It is the one that timm's network names, else the last linear layer of the recorded forward.
+    The layer is the one that timm's network names, or else the last linear layer of the recorded
+    forward.
 
     Args:
         model: The network.
@@ -286,10 +287,10 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
 
 
 def _two_scores(output: object, taught: object) -> tuple[Tensor, Tensor] | None:
-    """Return the scores (N, classes) in both outputs; None where one of them has none.
+    """Return the scores (N, classes) of both outputs, or None if one of them has no scores.
 
     Raises:
-        OptionError: They have unequal shapes.
+        OptionError: The scores have unequal shapes.
     """
     try:
         learned = scores(output)
@@ -386,7 +387,7 @@ class Teacher(nn.Module):
         student: The network that learns, for its preprocessing.
 
     Raises:
-        SourceError: They have another number of classes.
+        SourceError: The two networks have different numbers of classes.
     """
 
     ratio: Tensor

@@ -37,7 +37,7 @@ def names() -> list[str]:
 
 
 def text(name: str) -> str:
-    """Return a shipped recipe as it is written, comments and all.
+    """Return the text of a shipped recipe, with its comments.
 
     Raises:
         RecipeError: No shipped recipe has this name.
@@ -52,7 +52,7 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the MODEL among the words of a command line, or None, and the KEY=VALUE overrides.
 
     Raises:
-        RecipeError: There are two words that are no overrides. Only the MODEL may be one.
+        RecipeError: Two words are no overrides. Only one such word, the MODEL, is allowed.
     """
     overrides = [word for word in words if _OVERRIDE.match(word)]
     models = [word for word in words if not _OVERRIDE.match(word)]
@@ -168,7 +168,7 @@ def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str,
 
 
 def _takes(kind: Any) -> list[str]:
-    """Return the words that a key takes, or the names of the types that it takes."""
+    """Return the allowed words of a key, or the names of its allowed types."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is Literal:
@@ -205,7 +205,7 @@ def _parsed(content: str, label: str) -> object:
 
 
 def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
-    """Return a tree of keys with one of them set; groups on the way to it are made."""
+    """Return a tree of keys in which an override is set. Groups that it needs are made."""
     key, sign, value = override.partition("=")
     steps = key.strip().split(".")
     if not sign or not all(steps):

@@ -122,8 +122,8 @@ class Folder:
     def check_new(self) -> None:
         """Raise OutputError where no run can begin because the folder holds something.
 
-        A run that was killed before it wrote its first state has left nothing worth keeping, so its
-        files are no hindrance. Any other file is one, and so is a file that a run writes later.
+        A folder may hold the files of a run that was killed before it wrote its first state,
+        because they are not worth keeping. Any other file is a reason to refuse the folder.
         """
         if self.state.is_file():
             remedy = f"{spelled('resume', 'auto')} continues it; or give another folder"
@@ -137,7 +137,7 @@ class Folder:
             )
 
     def begin(self, recipe: Recipe) -> None:
-        """Make the folder.
+        """Make the folder, and write the recipe into it.
 
         Raises:
             OutputError: The folder cannot be made, or holds something else.
@@ -153,7 +153,7 @@ class Folder:
         atomic_write.text(self.recipe, recipe_files.dump(recipe))
 
     def _foreign_entry(self) -> str | None:
-        """Return an entry that a run without a state does not leave; None if there is none."""
+        """Return an entry that no run without a state leaves, or None."""
         if not self.place.exists() and not self.place.is_symlink():
             return None
         if not self.place.is_dir():
@@ -171,7 +171,7 @@ class Folder:
         return self._out_of_order(names) or self._foreign_state() or self._later_row()
 
     def _out_of_order(self, names: set[str]) -> str | None:
-        """Return an entry that a run would only make after one that is missing, or None."""
+        """Return an entry that a run makes only after another entry, which is missing, or None."""
         later = sorted(name for name in names if name in _NAMES and name not in (_STATE, _RECIPE))
         if later and _RECIPE not in names:
             return f"{later[0]} and no {_RECIPE}"
@@ -192,7 +192,7 @@ class Folder:
         return recipe_files.dump(recipe) == self.recipe.read_text(encoding="utf-8")
 
     def _foreign_state(self) -> str | None:
-        """Return an entry of state/ that a run without a state does not leave, or None."""
+        """Return an entry of state/ that no run without a state leaves, or None."""
         folder = self.state.parent
         if not folder.is_dir():
             return None
@@ -202,7 +202,7 @@ class Folder:
         return None
 
     def _later_row(self) -> str | None:
-        """Return what is wrong with metrics.csv if it has rows after an update; None otherwise.
+        """Return the reason to refuse the folder if metrics.csv has rows after an update, or None.
 
         A run with such rows had a state, and the networks in its folder are trained.
         """
@@ -269,10 +269,10 @@ class Folder:
 
 
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
-    """Return what must not change when a run continues.
+    """Return the values that must be the same when a run continues.
 
-    These are the keys of the recipe, and hashes of the network that it starts from and of the
-    images.
+    The values are the keys of the recipe, the hash of the network before training, and the hash of
+    the images.
 
     Args:
         model: The network before the recipe converts it.

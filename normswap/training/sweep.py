@@ -70,7 +70,7 @@ class Line:
         runs: The number of runs that have ended.
         mean: The mean of the best k top-1, in percent, or of fewer if fewer runs have succeeded.
         std: The standard deviation of the same runs as a sample. None for one run.
-        counted: The number of runs that mean and std are of.
+        counted: The number of runs in mean and std.
         lost: The number of runs that have ended without an accuracy.
         full: Whether all n runs have ended and k have succeeded, so that this can be the best.
         best: Whether this is the best learning rate.
@@ -100,10 +100,11 @@ def count_best(seeds: int, best: int | None = None) -> int:
 
     Args:
         seeds: The number of its runs.
-        best: The number that is asked for. With None it is all, or all but two of more than four.
+        best: The number that the user asked for. With None all runs count, or all but two if there
+            are more than four.
 
     Raises:
-        OptionError: There are not so many runs.
+        OptionError: The learning rate has fewer runs than were asked for.
     """
     if best is None:
         return seeds - 2 if seeds > 4 else seeds
@@ -157,8 +158,8 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
 def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> list[str]:
     """List what the reader should know of a sweep.
 
-    These are runs that have not ended or have failed, learning rates that are equal or nearly as
-    good as the best, and a best one at the edge of the grid.
+    The notes name runs that have not ended or have failed, learning rates that are as good or
+    nearly as good as the best, and a best learning rate at the edge of the grid.
 
     Args:
         trials: The runs.
@@ -321,8 +322,8 @@ class Sweep:
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
         """Open a database.
 
-        In SQLite a transaction takes the lock for writing as it begins. Two transactions that both
-        had read first would wait for each other.
+        In SQLite a transaction takes the write lock at its beginning. If two transactions read
+        first, they would wait for each other.
         """
         storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
         if storage.engine.name == "sqlite":
@@ -342,7 +343,7 @@ class Sweep:
         return storage
 
     def work(self, objective: Objective, *, progress: Progress = lambda text: None) -> bool:
-        """Run waiting points until there are none, and return whether all of them are done.
+        """Run waiting points until none waits, and return whether all points are done.
 
         Args:
             objective: The function that trains.
@@ -399,7 +400,7 @@ class Sweep:
     def _train(
         self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, progress: Progress
     ) -> float:
-        """Train with one pair (lr, seed) and return its top-1; an error is noted with the trial."""
+        """Train with one pair (lr, seed) and return its top-1. An error is noted in the trial."""
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
         begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}
@@ -427,7 +428,7 @@ class Sweep:
     def _valid(self) -> list[optuna.trial.FrozenTrial]:
         """List the trials that wait, run or have ended.
 
-        Those that were stopped, or whose worker was lost, are queued again and do not count.
+        A trial that was stopped, or whose worker was lost, is queued again and does not count.
         """
         states = ("WAITING", "RUNNING", "COMPLETE")
         return [

@@ -66,9 +66,10 @@ class Share:
 class Order(Sampler[list[tuple[int, int]]]):
     """The images of each micro-batch of one process, as pairs (epoch, index).
 
-    A batch is cut into slices. For its micro-batch a, process r of W takes slice a W + r. One half
-    of a slice is counted from the front of the batch, the other half from the back: mixup mixes the
-    i-th image from the front with the i-th one from the back, which is then in the same slice.
+    A batch is cut into slices. Micro-batch a of process r is slice a W + r, with W processes. One
+    half of a slice is counted from the front of the batch and the other half from the back. Mixup
+    mixes the i-th image from the front with the i-th image from the back, so both are in the same
+    slice.
 
     Args:
         count: The number of images.
@@ -179,8 +180,8 @@ class TrainingImages:
         labelled: Whether the labels are read.
 
     Raises:
-        SourceError: There are no images, or of other classes than the network's, or the dataset
-            streams.
+        SourceError: There are no images, their classes are not the network's, or the dataset is a
+            stream.
         OptionError: A batch has more images than there are.
     """
 
@@ -240,11 +241,11 @@ def validation(
         model: The record of how the network takes images (`datasets.image_record`).
         data: The recipe's part on images.
         share: The share of this process.
-        seed: The seed by which the images are drawn, where the recipe takes some of them.
+        seed: The seed by which images are drawn if the recipe takes only some of them.
         batch: The number of images in a batch.
 
     Raises:
-        SourceError: They cannot be read, stream, or are fewer than the processes.
+        SourceError: The images cannot be read, are a stream, or are fewer than the processes.
     """
     place = places(data)[1]
     if place is None:
@@ -316,7 +317,7 @@ def ignore_sigterm(worker: int) -> None:
 
 
 def places(data: DataPart) -> tuple[str, str | None]:
-    """Return where the training and the validation images are, as `datasets.make_loader` takes it.
+    """Return the places of the training and validation images, for `datasets.make_loader`.
 
     There may be no validation images.
 
@@ -348,7 +349,7 @@ def require_validation(data: DataPart) -> None:
 def image_notes(
     data: DataPart, training: TrainingImages, checked: datasets.Loader | None
 ) -> list[str]:
-    """List what the user should know of the images: which were taken, and how labels are read.
+    """List sentences for the user: which images were taken, and how labels are read.
 
     Args:
         data: The recipe's part on images.
@@ -374,7 +375,7 @@ def image_notes(
 def _digest(images: datasets.LabelledImages) -> str:
     """Return the SHA-256 of the number of images, and of their names where they are files.
 
-    A Hugging Face dataset has names, too, but reading them reads all images.
+    The names in a Hugging Face dataset are left out, because reading them reads all images.
     """
     digest = hashlib.sha256(str(len(images)).encode())
     reader = getattr(images.images, "reader", None)
@@ -387,7 +388,8 @@ def _digest(images: datasets.LabelledImages) -> str:
 def transform(model: Body, augment: Augment) -> transforms.Compose:
     """Return timm's training transform for the network.
 
-    Without `augment.scale` an image is resized whole, then padded and cropped if that is asked for.
+    Without `augment.scale` the whole image is resized, then padded and cropped if the recipe says
+    so.
 
     Args:
         model: The record of how the network takes images (`datasets.image_record`).

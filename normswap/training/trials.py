@@ -82,9 +82,9 @@ class TargetTrial:
     def record(self, best: "TargetTrial") -> Body:
         """Return plain values of the trial.
 
-        `level` says that the best trial is not known to be better: the number of images by which it
-        leads is at most one standard deviation, the root of the number of images on which the two
-        differ. `compared` says that both had equally many updates.
+        `level` says that the best trial is not known to be better than this one. This is so if its
+        lead, in images, is at most the root of the number of images on which the two differ (one
+        standard deviation). `compared` says that both had equally many updates.
         """
         differing = int((self.answers != best.answers).sum())
         more_right = (best.after - self.after) / 100 * len(self.answers)
@@ -113,7 +113,7 @@ def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
 
 
 def references(model: nn.Module) -> list[Advice]:
-    """Return what targets are compared with: BatchNorm as it is, and in eval mode.
+    """Return the references for targets: BatchNorm as it is, and BatchNorm in eval mode.
 
     The list is empty for a network without BatchNorm.
     """
@@ -266,7 +266,7 @@ class Trials:
         return standings
 
     def _too_short(self, trials: int, rounds: int) -> OptionError:
-        """Return the error about too few minutes; it says how many are needed."""
+        """Return the error about too few minutes, which says how many are needed."""
         a_trial = _FEWEST_UPDATES * self.updating + self.evaluating
         needed = rounds * trials * a_trial + self.seconds()
         minutes = math.ceil(needed / _PLANNED / 6) / 10
@@ -314,7 +314,7 @@ class Trials:
         return trial
 
     def _updated(self, advice: Advice, network: Network, lr: float, updates: int) -> nn.Module:
-        """Return a copy of the network after so many updates; the first tenth of them warm up."""
+        """Return a copy of the network after `updates` updates. The first tenth is warm-up."""
         epochs = updates / (len(self.images.images) // self.batch_size)
         words = [f"train.epochs={epochs}", f"schedule.warmup={epochs / 10}"]
         recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
