@@ -146,6 +146,8 @@ def _planned(
     options = dict(candidate.options)
     if private:
         options["purpose"] = "opacus"
+
+    # The steps are planned only for the RefusedError. The plan itself is not used.
     list(plan_steps(network, candidate.scheme, measured=is_fitted, **options))
 
     why = candidate.why

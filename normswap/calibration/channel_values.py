@@ -70,7 +70,8 @@ def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
         norm: The norm that reads x.
         x: The norm's input, (N, C, places).
     """
-    about = x - _expected(norm)[0].to(x.dtype)[:, None]
+    running_mean, _ = _expected(norm)
+    about = x - running_mean.to(x.dtype)[:, None]
     square = torch.linalg.vector_norm(about, dim=2).double().square() / x.shape[2]
     return torch.stack([about.mean(2).double(), square])
 
@@ -110,12 +111,16 @@ def dead_leaves(
             moments = observed(
                 model, norms, [example.of(leaves(4, size, 0).to(like))], image_moments
             )
-            path, (first, *_) = next(iter(moments.items()))
+            first_path, (first_moments, *_) = next(iter(moments.items()))
         # The forward is the user's: it may raise anything for images of this size.
         except Exception:
             continue
 
-        ratio = float(_expected(norms[path])[1].mean() / first[1].mean())
+        _, expected_variance = _expected(norms[first_path])
+        _, mean_square = first_moments
+        ratio = float(expected_variance.mean() / mean_square.mean())
+
+        # Whatever variance the norm stores, the deviation of the images stays from 1/8 to 8.
         deviation = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
         return [
             example.of((deviation * leaves(BATCH, size, i)).to(like)) for i in range(COUNT // BATCH)

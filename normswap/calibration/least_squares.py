@@ -276,7 +276,8 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> F
     total = folds.total()
     covariance, cross, _ = total.covariances()
     weight = Kernel.of(covariance, ridge).weights(cross, prior, zero_sum=zero_sum)
-    return Fit(weight, _bias(weight, total, total.means()[1]), ridge)
+    _, target_mean = total.means()
+    return Fit(weight, _bias(weight, total, target_mean), ridge)
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
@@ -289,22 +290,27 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
     if min(fitted.count, other.count) < 2:
         return RIDGES[0]
 
+    # About `_JUDGED` outputs, evenly spaced, are enough to judge by.
     judged = slice(None, None, max(prior.shape[1] // _JUDGED, 1))
     covariance, cross, _ = fitted.covariances()
     other_covariance, other_cross, other_variance = other.covariances()
-    best = RIDGES[0]
+    _, fitted_mean = fitted.means()
+    _, other_mean = other.means()
 
+    best = RIDGES[0]
     least = float("inf")
     for ridge in RIDGES:
         weight = Kernel.of(covariance, ridge).weights(
             cross[:, judged], prior[:, judged], zero_sum=zero_sum
         )
-        offset = _bias(weight, other, other.means()[1][:, judged]) - _bias(
-            weight, fitted, fitted.means()[1][:, judged]
-        )
-        square = ((weight @ other_covariance) * weight).sum(2) - 2 * (
-            weight * other_cross[:, judged]
-        ).sum(2)
+
+        # E |y - b - V x|^2 on the second half is V C V' - 2 V B' + Var[y], plus the squared error
+        # of the mean output.
+        fitted_bias = _bias(weight, fitted, fitted_mean[:, judged])
+        offset = _bias(weight, other, other_mean[:, judged]) - fitted_bias
+        own_term = ((weight @ other_covariance) * weight).sum(2)
+        cross_term = (weight * other_cross[:, judged]).sum(2)
+        square = own_term - 2 * cross_term
         error = float((square + other_variance[:, judged] + offset.square()).sum())
         if error >= least:
             break

@@ -181,16 +181,17 @@ def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
             lockstep.interpreters, batch, place.nodes, moments, strict=True
         ):
             layer = interpreter.traced.linear(str(node.target))
-            output = layer(values[inputs(node)[0].name])
+            source = inputs(node)[0]
+            output = layer(values[source.name])
             # The network's own output is computed again when the layer has been corrected.
             if interpreter is not lockstep.interpreters[-1]:
                 values[node.name] = output
-            rows = (
+            by_channel = (
                 output.flatten(0, -2).T
                 if isinstance(layer, nn.Linear)
                 else output.transpose(0, 1).flatten(1)
             )
-            each.add(rows.detach().double().cpu())
+            each.add(by_channel.detach().double().cpu())
 
     return moments
 

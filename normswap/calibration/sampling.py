@@ -90,9 +90,10 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
     flat = torch.zeros(1, dtype=torch.long)
 
     inside = torch.ones(1, dtype=torch.bool)
-    for side, place in enumerate(at):
+    for side, positions in enumerate(at):
         tap = torch.arange(conv.kernel_size[side]) * conv.dilation[side]
-        index = place.view(-1, *(1,) * len(at)) * conv.stride[side] - padding[side][0]
+        padding_before, _ = padding[side]
+        index = positions.view(-1, *(1,) * len(at)) * conv.stride[side] - padding_before
         index = index + tap.view(-1, *(1,) * (len(at) - 1 - side))
         inside = inside & (index >= 0) & (index < sides[side])
         flat = flat * sides[side] + index.clamp(0, sides[side] - 1)

@@ -158,12 +158,18 @@ def coloured(noise: Tensor) -> Tensor:
     The result is differentiable with respect to the noise.
     """
     sides = noise.shape[2:]
-    places = tuple(range(2, noise.ndim))
-    along = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
-    frequency = torch.stack(torch.meshgrid(*along, indexing="ij")).square().sum(0).sqrt()
+    side_dims = tuple(range(2, noise.ndim))
+    by_side = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
+    frequency = torch.stack(torch.meshgrid(*by_side, indexing="ij")).square().sum(0).sqrt()
+    # The mean has frequency 0, by which nothing can be divided. It gets the lowest other frequency.
     frequency.view(-1)[0] = 1 / max(sides)
-    spectrum = torch.fft.rfftn(noise, dim=places) / frequency.to(noise.device)
-    images: Tensor = torch.fft.irfftn(spectrum, s=sides, dim=places)
+
+    # The amplitudes of natural images fall as 1 / frequency.
+    spectrum = torch.fft.rfftn(noise, dim=side_dims) / frequency.to(noise.device)
+    images: Tensor = torch.fft.irfftn(spectrum, s=sides, dim=side_dims)
+
+    # The channels of natural images are correlated, so each is mixed with the first channel, which
+    # gives four fifths of its variance.
     return float(0.8**0.5) * images[:, :1] + float(0.2**0.5) * images
 
 

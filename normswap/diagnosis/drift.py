@@ -128,8 +128,9 @@ def measured_drifts(case: Case) -> list[Drift]:
     for site in case.sites:
         if not len(site.mean) or any(site.path not in part for part in parts):
             continue
-        means = torch.stack([part[site.path][0] for part in parts])
-        variances = torch.stack([part[site.path][1] for part in parts])
+        pairs = [part[site.path] for part in parts]
+        means = torch.stack([mean for mean, _ in pairs])
+        variances = torch.stack([var for _, var in pairs])
         shifts, log_ratios = _differences(site, means, variances)
         mean, error = _median_size(shifts)
         log_var, log_error = _median_size(log_ratios)
@@ -505,10 +506,12 @@ def _swapped(case: Case, off: list[StoredNorm]) -> tuple[StoredNorm, StoredNorm]
     for first, second in itertools.product(off, case.sites):
         if first is second or len(first.mean) != len(second.mean):
             continue
-        likeness = correlation(case.predicted[first.path][0], second.mean)
+        first_predicted, _ = case.predicted[first.path]
+        likeness = correlation(first_predicted, second.mean)
         likeness_back = 1.0
         if second.path in case.predicted:
-            likeness_back = correlation(case.predicted[second.path][0], first.mean)
+            second_predicted, _ = case.predicted[second.path]
+            likeness_back = correlation(second_predicted, first.mean)
         if min(likeness, likeness_back) > 2 * _UNLIKE:
             return first, second
     return None

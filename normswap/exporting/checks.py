@@ -404,6 +404,8 @@ class _Compared:
         worst = max(by_output, key=excess)
         error = by_output[worst].error("logits", self.distances.precision, ())
         error = replace(error, output=worst)
+
+        # Find the output that is the answer, if there is one.
         several = len(self.distances.by_output) > 1
         names = [name for name in ANSWERS if name in self.distances.by_output]
         if not several:
@@ -413,6 +415,7 @@ class _Compared:
         if shown is not None and shown.samples != self.distances.count:
             shown = None
         hits = self.hits[names[0]] if names else _Hits()
+
         is_proof = self.dtype != "int8"
         unproved = ""
         if error.relative_l2 <= allowed_at[worst]:

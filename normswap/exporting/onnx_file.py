@@ -198,6 +198,8 @@ def pool_means(graph: onnx.GraphProto) -> None:
             else None
         )
         rank = ranks.get("".join(node.input[:1]), 0)
+
+        # Only a mean over all sides of a map (N, C, ...) is a GlobalAveragePool.
         if (
             axes is None
             or rank < 3
@@ -205,6 +207,7 @@ def pool_means(graph: onnx.GraphProto) -> None:
         ):
             nodes.append(node)
             continue
+
         keeps_sides = all(
             attribute.i for attribute in node.attribute if attribute.name == "keepdims"
         )
@@ -218,13 +221,14 @@ def pool_means(graph: onnx.GraphProto) -> None:
             nodes.append(
                 helper.make_node("Reshape", [pooled, rows.name], [result], f"{node.name}_rows")
             )
+
+    # ONNX Runtime would warn of constants that nothing reads.
     read = set(itertools.chain.from_iterable(node.input for node in nodes))
     unread = [
         tensor
         for tensor in graph.initializer
         if tensor.name in constants and tensor.name not in read
     ]
-    # ONNX Runtime would warn of constants that nothing reads.
     for tensor in unread:
         graph.initializer.remove(tensor)
     del graph.node[:]

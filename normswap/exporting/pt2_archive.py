@@ -194,6 +194,7 @@ def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.Zip
         seen.add(info.filename.lower())
 
     names = [info.filename for info in infos]
+    # All entries are in one folder, except in the layout of torch 2.7 and before.
     root = "" if _OLD_VERSION in names else f"{names[0].partition('/')[0]}/" if names else ""
     for name in names:
         if not name.startswith(root):

@@ -439,7 +439,14 @@ def _does_not_run(
 def _leave_out_ones(
     graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Remove copies and products with 1 from the graph, except where they change the dtype."""
+    """Remove copies and products with 1 from the graph, except where they change the dtype.
+
+    Args:
+        graph: The graph, which is changed in place.
+        outputs: For each node, the paths of the modules that return its value. The paths of a node
+            that is removed go to the node that takes its place.
+        modules: The modules of the network, by path.
+    """
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             values = [node.args[0]]

@@ -214,7 +214,8 @@ class Example:
             return self._around(list(batch[0])), labels
         if isinstance(batch[0], list | tuple):
             return Example((batch[0],)), labels
-        return self.read(batch[0])[0], labels
+        call, _ = self.read(batch[0])
+        return call, labels
 
     def _around(self, images: list[object]) -> Example:
         """Return a call of this form with other images in its list."""
@@ -356,7 +357,8 @@ def anchor(model: nn.Module) -> Tensor:
                     # A lazy parameter has no shape yet.
                     numbers[tensor.dtype] += 1 if is_lazy(tensor) else max(tensor.numel(), 1)
         if firsts:
-            return firsts[numbers.most_common(1)[0][0]]
+            [(most_common_dtype, _)] = numbers.most_common(1)
+            return firsts[most_common_dtype]
     return torch.empty(0)
 
 

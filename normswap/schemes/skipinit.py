@@ -251,20 +251,24 @@ def place_scale(
         RefusedError: Two branches end at the path.
     """
     old = builder.traced.modules[path]
-    removed = builder.removes(path)
+    is_removed = builder.removes(path)
     args: Body = {"alpha": alpha}
     if bias:
         args["bias"] = True
 
-    if path in builder.linears or (path in builder.replacements and not removed):
+    # The plan already has an edit for the layer at the path: the scalar is chained behind it.
+    if path in builder.linears or (path in builder.replacements and not is_removed):
         if path in builder.scalars:
             raise RefusedError(f"{path} would need two scalars", "it is the end of two branches")
         builder.scalars[path] = Then(layer, args)
         return
 
-    if removed and scales_branch(old):
+    # The old scalar is folded together with its bias, so the new scalar must not keep the bias.
+    if is_removed and scales_branch(old):
         args["fresh"] = True
-    does_nothing = removed or keeps_forward(old, (nn.Identity, Vacant))
+
+    # A module that does nothing is replaced. Any other module stays in front of the scalar.
+    does_nothing = is_removed or keeps_forward(old, (nn.Identity, Vacant))
     builder.replacements[path] = Edit(path, layer, args, keep=not does_nothing)
 
 

@@ -152,9 +152,10 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
         say(f"converting to {settings.to}")
         images = None
         if settings.calibrate:
+            training_place, _ = places(recipe.data)
             images = datasets.make_loader(
                 model,
-                places(recipe.data)[0],
+                training_place,
                 split="train",
                 samples=settings.samples,
                 seed=recipe.train.seed,
@@ -337,9 +338,12 @@ class Task:
         self.recipe = recipe
         self.engine = engine
         self.share = Share(engine.process_index, engine.num_processes, train.accumulate)
-        micro = self.share.micro(recipe.data.batch_size)
-        if (recipe.data.augment.mixup or recipe.data.augment.cutmix) and micro % 2:
-            raise OptionError(f"mixup needs an even number of images per process, not {micro}")
+        micro_batch_size = self.share.micro(recipe.data.batch_size)
+        mixes = recipe.data.augment.mixup or recipe.data.augment.cutmix
+        if mixes and micro_batch_size % 2:
+            raise OptionError(
+                f"mixup needs an even number of images per process, not {micro_batch_size}"
+            )
 
         record = subject.preprocessing(recipe.data.input_size)
         self.images = images
@@ -350,7 +354,7 @@ class Task:
         self.validation = None
         if classifies and validates:
             self.validation = validation(
-                record, recipe.data, self.share, train.seed, batch=max(micro, 64)
+                record, recipe.data, self.share, train.seed, batch=max(micro_batch_size, 64)
             )
         # Without accuracies, networks are compared by their loss on inputs that are held out.
         self.held_out: datasets.Loader | None = None

@@ -262,8 +262,9 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
             raise OptionError(what, "it is a positive number, or None")
         pair = _two_scores(output, taught)
         if pair is not None:
-            learned = F.log_softmax(pair[0].float() / temperature, 1)
-            target = F.log_softmax(pair[1].detach().float() / temperature, 1)
+            scores, taught_scores = pair
+            learned = F.log_softmax(scores.float() / temperature, 1)
+            target = F.log_softmax(taught_scores.detach().float() / temperature, 1)
             divergence = F.kl_div(learned, target, reduction="batchmean", log_target=True)
             return temperature**2 * divergence
 

@@ -247,7 +247,7 @@ def validation(
     Raises:
         SourceError: The images cannot be read, are a stream, or are fewer than the processes.
     """
-    place = places(data)[1]
+    _, place = places(data)
     if place is None:
         return None
 
@@ -273,9 +273,9 @@ def validation(
 def held_out(model: Body, data: DataPart, images: TrainingImages) -> datasets.Loader:
     """Return inputs on which networks are compared by their loss, where no accuracy is measured.
 
-    They are validation images if there are any. Otherwise a tenth of the training images is taken
-    out of training for it, at most `_MOST_HELD_OUT`. If too few would be left for a batch, the
-    training images themselves serve.
+    The inputs are validation images if there are any. Otherwise a tenth of the training images, at
+    most `_MOST_HELD_OUT`, is taken out of training. If too few would be left for a batch, none is
+    taken out, and networks are compared on training images.
 
     Args:
         model: The record of how the network takes images (`datasets.image_record`).
@@ -283,7 +283,7 @@ def held_out(model: Body, data: DataPart, images: TrainingImages) -> datasets.Lo
         images: The training images, whose rows are changed in place.
     """
     rows = images.images.rows
-    place = places(data)[1]
+    _, place = places(data)
     if place is not None:
         loader = datasets.make_loader(
             model,
@@ -331,9 +331,11 @@ def places(data: DataPart) -> tuple[str, str | None]:
     root = Path(data.root)
     if not root.exists():
         # One name, such as hfds/user/name, stands for all parts of another package's dataset.
-        has_parts = data.root.partition("/")[0].lower() in image_places.PREFIXES
+        prefix, _, _ = data.root.partition("/")
+        has_parts = prefix.lower() in image_places.PREFIXES
         return data.root, data.validation or (data.root if has_parts else None)
 
+    # The validation images stand in the folder, or beside it if it is itself the training part.
     training = datasets.part_named(root, datasets.TRAIN) or root
     beside = training.parent if training.name.partition(".")[0] in datasets.TRAIN else root
     validated = data.validation or datasets.part_named(beside, datasets.VALIDATION)
@@ -342,7 +344,8 @@ def places(data: DataPart) -> tuple[str, str | None]:
 
 def require_validation(data: DataPart) -> None:
     """Raise SourceError where there are no validation images."""
-    if places(data)[1] is None:
+    _, validated = places(data)
+    if validated is None:
         raise SourceError("there are no validation images", "runs are compared by top-1", _GIVE)
 
 

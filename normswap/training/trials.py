@@ -296,7 +296,8 @@ class Trials:
                 network = conversion.convert(
                     network, advice.scheme, calibrate=images, **options
                 ).network
-            self.networks[advice.target] = network, self._classified(network.module)[0]
+            before, _ = self._classified(network.module)
+            self.networks[advice.target] = network, before
 
         network, before = self.networks[advice.target]
         measured, answers = self._classified(self._updated(advice, network, lr, updates))
