@@ -27,7 +27,7 @@ FLOAT64_CAP = 1e-8
 FLOAT32_CAP = 1e-4
 # Of a block never more than this, where float64 does not decide.
 _BLOCK_CAP = 0.05
-# Times what the last digit changes, in float32 and in float64.
+# So many times the change by the last digit is allowed: in float32, and in float64.
 STRAYING = 4
 _CONDITION = 32
 # Three times what half precision costs the source is allowed: ten networks under eight schemes were
@@ -37,9 +37,10 @@ ROUNDING = 3
 COARSE = 0.1
 # An allowance of so much of a value's size lets anything pass.
 PROVES_NOTHING = 0.5
-# Inputs, different in the last digit, that are run where one says too little about rounding.
+# How many inputs that differ in the last digit are run, where one says too little about rounding.
 _MOVED = 8
-# Of fewer outputs one error may be several times their mean, so the largest counts.
+# With fewer numbers than this in the outputs, one error may be several times their mean. Then the
+# largest error counts.
 _FEW = 8
 
 
@@ -78,7 +79,7 @@ class Allowance:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether the precision, which is half, moves so much of the output that little is seen."""
+        """Whether the precision is half and moves so much of the output that little is seen."""
         return is_half(self.precision) and COARSE < self.own_change < math.inf
 
     def __str__(self) -> str:
@@ -102,7 +103,7 @@ def base_of(precision: str) -> float:
 
 
 def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> Allowance:
-    """Return what is allowed at the outputs.
+    """Return how large an error may be at the outputs.
 
     Args:
         precision: The precision that both networks run in.
@@ -113,20 +114,23 @@ def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> A
     last_digit = "what the last digit of its input or weights changes in the source"
     if precision == "float64":
         return Allowance(precision, base, own_change, _CONDITION, FLOAT64_CAP, last_digit)
+
     if is_half(precision):
         how = f"what {precision} costs the source, against float64"
         return Allowance(precision, base, own_change, ROUNDING, how=how)
+
     cap = FLOAT32_CAP if decides else math.inf
     return Allowance(precision, base, own_change, STRAYING, cap, last_digit)
 
 
 def of_block(precision: str, own_change: float, *, by_double: bool, decides: bool) -> Allowance:
-    """Return what is allowed at the output of a residual block.
+    """Return how large an error may be at the output of a residual block.
 
     Args:
         precision: The precision that both networks run in.
         own_change: How far rounding alone moves the block's output in the source.
-        by_double: Whether that is the distance to float64, and not to a change of the last digit.
+        by_double: Whether the own change is the distance to float64. Otherwise it is the distance
+            to a run that differs in the last digit.
         decides: Whether this precision decides, as float64 has not shown the outputs to be right.
     """
     factor = float(STRAYING if precision == "float32" else _CONDITION)
@@ -140,6 +144,12 @@ def apart(precision: str, example: Example, outputs: Outputs, others: Outputs) -
     """Return the relative L2 between two runs of the source on a call.
 
     It is infinite where shapes differ, and 0 where values are not finite.
+
+    Args:
+        precision: The precision of the runs.
+        example: The call.
+        outputs: The outputs of one run, by name.
+        others: The outputs of the other run, by name.
     """
     difference = between(example, outputs, others, precision=precision).relative_l2
     alike = outputs.keys() == others.keys() and all(
@@ -152,12 +162,17 @@ def apart(precision: str, example: Example, outputs: Outputs, others: Outputs) -
 
 def in_the_last_digit(example: Example) -> Example:
     """Return the example with every number changed in its last digit."""
-    return example.map_floats(lambda t: t * (1 + 4 * torch.finfo(t.dtype).eps))
+    return example.map_floats(lambda tensor: tensor * (1 + 4 * torch.finfo(tensor.dtype).eps))
 
 
 @torch.no_grad()
 def with_other_digits(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return a copy of a network in a dtype, every parameter changed in its last digit."""
+    """Return a copy of a network with every parameter changed in its last digit.
+
+    Args:
+        model: The network.
+        dtype: The dtype of the copy: float64, or the network's own.
+    """
     changed = to_double(model) if dtype == torch.float64 else duplicate(model, {})
     generator = torch.Generator().manual_seed(0)
     for parameter in changed.parameters():
@@ -178,38 +193,42 @@ def cost_of_half(
 ) -> float:
     """Return the relative L2 between the source's outputs in half precision and in float64.
 
-    Where a result errs by more than this allows, other inputs are measured too, which differ from
-    these in the last digit: the rounding of a few numbers may be small by chance.
+    The rounding of a few numbers may be small by chance. So where the result errs by more than this
+    distance allows, the distance is also measured on inputs that differ in the last digit.
 
     Args:
         model: The source.
         example: The call.
-        outputs: What the source gives for it: all outputs, or those that are measured.
-        error: The error of the result.
+        outputs: The source's outputs for the call, by name: all of them, or the one that is
+            measured.
+        error: The error of the result at these outputs.
         has_double: Whether the source has a float64 copy.
         seed: The seed of the changes in the last digit.
     """
     precision = error.precision
-    wide = outputs
+    double_outputs = outputs
     if has_double:
-        wide = outputs_double(model, example.map_floats(Tensor.double))
-    wide = {name: wide[name] for name in outputs if name in wide}
-    off = apart(precision, example, wide, outputs)
-    if error.relative_l2 <= ROUNDING * off or math.isinf(error.relative_l2):
-        return off
+        double_outputs = outputs_double(model, example.map_floats(Tensor.double))
+    double_outputs = {name: double_outputs[name] for name in outputs if name in double_outputs}
 
+    cost = apart(precision, example, double_outputs, outputs)
+    if error.relative_l2 <= ROUNDING * cost or math.isinf(error.relative_l2):
+        return cost
+
+    # Each of the other inputs is moved by one unit in the last place, up or down by chance.
     generator = torch.Generator().manual_seed(seed)
 
     def moved(tensor: Tensor) -> Tensor:
         signs = 2 * torch.randint(2, tensor.shape, generator=generator).to(tensor) - 1
         return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
 
-    again: list[float] = []
+    costs: list[float] = []
     for _ in range(_MOVED):
         others, _ = run(model, example.map_floats(moved))
         others = {name: others[name] for name in outputs if name in others}
-        again.append(apart(precision, example, wide, others))
+        costs.append(apart(precision, example, double_outputs, others))
 
     if sum(value.numel() for value in outputs.values()) < _FEW:
-        return max(off, *again)
-    return max(off, math.sqrt(sum(value * value for value in again) / _MOVED))
+        return max(cost, *costs)
+    root_mean_square = math.sqrt(sum(other * other for other in costs) / _MOVED)
+    return max(cost, root_mean_square)

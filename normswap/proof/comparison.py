@@ -1,8 +1,8 @@
 """PROVE: run source and result on the same inputs, and measure by how much they differ, and where.
 
 Each output is measured by itself, and the worst counts. So is each residual block, as a network may
-hide at its outputs what is wrong inside. What is allowed says `allowance`. Where a layer's class is
-neither torch's nor timm's, the same must hold at ten times the input's scale.
+hide at its outputs what is wrong inside. `allowance` decides how large an error may be. Where a
+layer's class is neither torch's nor timm's, the same must hold at ten times the input's scale.
 """
 
 from __future__ import annotations
@@ -146,10 +146,14 @@ class _Comparison:
     def __post_init__(self) -> None:
         self.precision = str(self.source.dtype).removeprefix("torch.")
         self.double_error = None if self.precise is None else self.precise.error
+
+        # Only a block that is a module of its own can be measured at its output.
         self.blocks: tuple[Block, ...] = ()
         if self.anatomy is not None:
             modules = self.anatomy.traced.modules
-            self.blocks = tuple(b for b in self.anatomy.blocks if b.path and b.path in modules)
+            self.blocks = tuple(
+                block for block in self.anatomy.blocks if block.path and block.path in modules
+            )
 
         # An approximate result may find another number of boxes, and has no distance in float64.
         error = self.double_error
@@ -170,6 +174,7 @@ class _Comparison:
         if pair is None:
             return
 
+        # The outputs, and the values inside, of the source and of the result.
         (outputs, values), (others, other_values) = pair
         self.is_finite &= _is_finite(outputs)
         self.has_same_types &= _have_the_same_types(outputs, others)
@@ -186,9 +191,10 @@ class _Comparison:
         self._judge_each_output(example, outputs, others)
         self._decide_in_double(example, error)
         self._excuse(example, outputs, error)
+
+        # The values inside are compared at the first call only.
         if example is not first:
             return
-
         self._add_heads(example)
         self._add_change_of_double(example, outputs)
         for path in paths:
@@ -198,7 +204,13 @@ class _Comparison:
         self._judge_inside(example, outputs, others)
 
     def _judge_each_output(self, example: Example, outputs: Outputs, others: Outputs) -> None:
-        """Hold each of several outputs to what half precision costs that output by itself."""
+        """Hold each of several outputs to what half precision costs that output by itself.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
+            others: The result's outputs by name.
+        """
         are_same = len(outputs) > 1 and outputs.keys() == others.keys()
         if not (are_same and self.exact and allowance.is_half(self.precision)):
             return
@@ -213,7 +225,11 @@ class _Comparison:
     def _decide_in_double(self, example: Example, error: Error) -> None:
         """Compare a call in float64, too, where rounding would let a large error pass.
 
-        By default only the beginning of the first call is compared in float64.
+        Only the beginning of the first call is compared in float64 anyway.
+
+        Args:
+            example: The call.
+            error: The error of the result's outputs in the source's own precision.
         """
         coarse = allowance.COARSE if allowance.is_half(self.precision) else allowance.FLOAT32_CAP
         is_small = error.relative_l2 <= coarse
@@ -233,28 +249,47 @@ class _Comparison:
         """Note an error that rounding may explain, where float64 was not asked.
 
         It proves nothing, but a network that enlarges rounding need not have a wrong result.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
+            error: The error of the result's outputs.
         """
-        is_own = error.precision == "float32" and self.precise is None
-        if not self.exact or not is_own or error.relative_l2 <= allowance.FLOAT32_BASE:
+        is_float32_alone = error.precision == "float32" and self.precise is None
+        is_small = error.relative_l2 <= allowance.FLOAT32_BASE
+        if not self.exact or not is_float32_alone or is_small:
             return
+
         again, _ = run(self.source.module, allowance.in_the_last_digit(example))
         own_change = allowance.apart(error.precision, example, outputs, again)
         if math.isfinite(own_change) and error.relative_l2 <= allowance.STRAYING * own_change:
             self.excused.append(error)
 
     def _error_at(self, site: str, example: Example, values: Outputs, others: Outputs) -> Error:
-        """The error of one value inside."""
+        """Return the error of one value.
+
+        Args:
+            site: The value's name: the path of a module, or the name of an output.
+            example: The call, whose input size the error states.
+            values: The source's values by name.
+            others: The result's values by name.
+        """
         measured = distance(values[site], others[site])
         return measured.error(site, self.precision, example.images.shape)
 
     def _nothing_at(self, site: str, example: Example) -> Error:
-        """The error of a value that the result does not have."""
+        """Return the infinite error of a value that the result does not have."""
         return Error(site, self.precision, tuple(example.images.shape), math.inf, math.inf)
 
     def _own_change(self, example: Example, outputs: Outputs, error: Error) -> float:
-        """How far its own rounding moves the source's outputs.
+        """Return how far its own rounding moves the source's outputs.
 
         It is 0 where the error needs no allowance, or has no bound.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name: all of them, or the one that is measured.
+            error: The error of the result's outputs.
         """
         module = self.source.module
         is_half = allowance.is_half(error.precision)
@@ -284,7 +319,12 @@ class _Comparison:
         self.outputs.append(between(example, heads, other_heads, precision=self.precision))
 
     def _add_change_of_double(self, example: Example, outputs: Outputs) -> None:
-        """Allow for how far the source in its own precision is from its values in float64."""
+        """Allow for how far the source in its own precision is from its values in float64.
+
+        Args:
+            example: The first call.
+            outputs: The source's outputs in its own precision, by name.
+        """
         if self.precise is None or not self.precise.reference:
             return
         reference = self.precise.reference
@@ -293,7 +333,13 @@ class _Comparison:
         self.own_change = max(self.own_change, change)
 
     def _judge_inside(self, example: Example, outputs: Outputs, others: Outputs) -> None:
-        """Judge blocks, last layers and labels; outputs that show no error are proved by these."""
+        """Judge blocks, last layers and labels; outputs that show no error are proved by these.
+
+        Args:
+            example: The first call.
+            outputs: The source's outputs by name.
+            others: The result's outputs by name.
+        """
         nothing = _nothing_to_compare(outputs)
         self.blind = nothing or _CONSTANT
         if not self.exact:
@@ -302,29 +348,35 @@ class _Comparison:
                 self.remarks.insert(0, nothing.why)
             return
 
+        # An output that never moves with the input would hide a mistake.
         moving = self._moving_outputs(example, outputs)
-        constant = [
-            name or "the output"
-            for name, value in outputs.items()
-            if name not in moving and value.numel() and not _are_labels(value)
-        ]
+        constant: list[str] = []
+        for name, value in outputs.items():
+            if name not in moving and value.numel() and not _are_labels(value):
+                constant.append(name or "the output")
         self.shows_errors = bool(moving)
+
         errors = list(self.sites) if self.keeps_blocks else []
         if constant or not moving:
             errors = self._errors_that_show(example, outputs)
         if constant and moving:
             listed = ", ".join(constant[:4])
             self.remarks.append(f"nothing computed shows in some outputs on these inputs: {listed}")
+
         self.inside += self._measured(example, errors)
         self.sites += [error for error in errors if error not in self.sites]
         if self.double_error is None:
             self.inside += self._measured_labels(example, outputs, others)
 
     def _moving_outputs(self, example: Example, outputs: Outputs) -> set[str]:
-        """Return the outputs of numbers, not of labels, that move visibly with the input.
+        """Return the names of the outputs of numbers that move visibly with the input.
 
-        What is moved less than an error may be large shows no error, nor does an input that forward
-        hands on.
+        Labels do not count, nor does an input that forward hands on. An output that moves by less
+        than an error may be large does not move visibly.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
         """
         inputs = example.tensors()
         numbers = {
@@ -334,6 +386,8 @@ class _Comparison:
             and not _are_labels(value)
             and not any(_is_the_same(value, tensor) for tensor in inputs)
         }
+
+        # First the samples of the batch are compared with one another.
         least = self._least_visible()
         moving: set[str] = set()
         for name, value in numbers.items():
@@ -343,9 +397,10 @@ class _Comparison:
         if len(moving) == len(numbers):
             return moving
 
+        # Then the network is run on other values.
         changed = with_other_values(example)
         if not runs(self.source.module, changed):
-            # It cannot be asked; a network that takes one input only is judged by its outputs.
+            # A network that takes one input only cannot be asked. It is judged by its outputs.
             return set(numbers)
         moved, _ = run(self.source.module, changed)
         for name, value in numbers.items():
@@ -365,10 +420,15 @@ class _Comparison:
         return max(base if allowance.is_half(finest) else _VISIBLE * base, allowed)
 
     def _errors_that_show(self, example: Example, outputs: Outputs) -> list[Error]:
-        """Return the errors inside of values that change with the input.
+        """Return the errors of the values inside that change with the input.
 
-        These are at blocks, if the result keeps them, at what the last layers give, and, where the
-        outputs are constant, at what enters the last layers.
+        They are measured at blocks, if the result keeps them, and at the outputs of the last
+        layers. Where the outputs are no labels, they are also measured at the inputs of the last
+        layers.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
         """
         if not any(value.numel() for value in outputs.values()):
             return []
@@ -379,6 +439,7 @@ class _Comparison:
             self.blind = Reason(f"the outputs show no error, and no layer is seen: {error.what}")
             return []
 
+        # Where values are taken: at the outputs of `paths`, and at the inputs of `entrances`.
         blocks: list[str] = []
         if self.keeps_blocks:
             modules = anatomy.traced.modules
@@ -418,9 +479,14 @@ class _Comparison:
     def _measured(self, example: Example, errors: Sequence[Error]) -> list[Measured]:
         """Return errors inside with what is allowed at each.
 
-        Where the base does not do, a value is held to what the last digit of input and weights
-        changes in it, or in half precision to what rounding costs it.
+        An error above the base is held to what the last digit of input and weights changes in the
+        value, or in half precision to what rounding costs it.
+
+        Args:
+            example: The call.
+            errors: The errors at values inside.
         """
+        # Where every error is within the base, the source need not run again.
         base = allowance.base_of(self.precision)
         off = [error.site for error in errors if not error.relative_l2 <= base]
         if not off:
@@ -432,6 +498,7 @@ class _Comparison:
         def inside(model: nn.Module, call: Example) -> Outputs:
             return run(model, call, off, entrances=entrances)[1]
 
+        # Other values of the source, from which the given ones differ by rounding.
         values = inside(module, example)
         others: list[Outputs] = []
         by_double = allowance.is_half(self.precision) and self.source.has_double
@@ -472,21 +539,30 @@ class _Comparison:
     def _measured_labels(
         self, example: Example, outputs: Outputs, others: Outputs
     ) -> list[Measured]:
-        """Return how many labels differ, held to how many differ for the source's last digit."""
+        """Return the share of labels that differ, with what is allowed, for each output of labels.
+
+        It is held to the share that changes in the source with the last digit of its input or
+        weights.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
+            others: The result's outputs by name.
+        """
         measured: list[Measured] = []
         for name, value in outputs.items():
             if not _are_labels(value) or name not in others:
                 continue
+
             error = self._error_at(name, example, outputs, others)
             allowed = 0.0
             if error.relative_l2:
-                strayed = allowance.with_other_digits(self.source.module, self.source.dtype)
-                again = (
-                    run(self.source.module, allowance.in_the_last_digit(example))[0],
-                    run(strayed, example)[0],
-                )
-                changes = [distance(value, each[name]).relative_l2 for each in again]
-                allowed = allowance.STRAYING * max(changes)
+                changed = allowance.with_other_digits(self.source.module, self.source.dtype)
+                by_input, _ = run(self.source.module, allowance.in_the_last_digit(example))
+                by_weights, _ = run(changed, example)
+                input_change = distance(value, by_input[name]).relative_l2
+                weight_change = distance(value, by_weights[name]).relative_l2
+                allowed = allowance.STRAYING * max(input_change, weight_change)
             measured.append(Measured(error, allowed, shows_errors=False))
         return measured
 
@@ -522,7 +598,11 @@ class _Comparison:
         )
 
     def _remark_on_precision(self, own: allowance.Allowance) -> None:
-        """Say where a precision proves little, and leave out errors that rounding decides."""
+        """Say where a precision proves little, and leave out errors that rounding decides.
+
+        Args:
+            own: What is allowed in the source's own precision.
+        """
         precise = self.precise
         if precise is not None and math.isinf(self.own_change):
             # The number of boxes that the source itself finds depends on the last digit.
@@ -548,7 +628,11 @@ class _Comparison:
             self.remarks.append(precise.hangs_on)
 
     def _judgement(self, allowed: dict[str, allowance.Allowance]) -> Judgement:
-        """Judge all errors that were measured."""
+        """Judge all errors that were measured.
+
+        Args:
+            allowed: What is allowed at the outputs, by precision.
+        """
         if not self.is_finite:
             return Judgement(False, _NOT_FINITE)
         if not self.exact:
@@ -562,18 +646,16 @@ class _Comparison:
             self.blind = Reason(
                 f"rounding in {self.precision} moves the output by as much as an error would"
             )
-        doubt = self._doubt(allowed["float64"])
-        measured = [
-            Measured(
-                error,
-                allowed[error.precision].most,
-                shows_errors,
-                _ROUNDING if error in self.excused else doubt,
-            )
-            for error in self.outputs
-        ]
+
+        general_doubt = self._doubt(allowed["float64"])
+        measured: list[Measured] = []
+        for error in self.outputs:
+            doubt = _ROUNDING if error in self.excused else general_doubt
+            most = allowed[error.precision].most
+            measured.append(Measured(error, most, shows_errors, doubt))
         judgement = judge([*measured, *self.inside], self.blind)
 
+        # What passes so far may still fail: by the dtypes, or at ten times the input's scale.
         if judgement.passed and not self.has_same_types:
             self.remarks.append("the outputs have other dtypes than the source's")
             return Judgement(False)
@@ -601,9 +683,15 @@ class _Comparison:
         return None
 
     def _error_of_larger(self, allowed: float) -> Error | None:
-        """Return the error for ten times the first image, if it is finite and above `allowed`."""
+        """Return the error for ten times the first image, if it is larger than is allowed, or None.
+
+        It is None, too, where the source gives no finite numbers for that image.
+
+        Args:
+            allowed: The largest relative L2 error that passes.
+        """
         network = self.source.module
-        larger = self.source.calls[0].first(1).map_floats(lambda t: _LARGER * t)
+        larger = self.source.calls[0].first(1).map_floats(lambda tensor: _LARGER * tensor)
         # A user's forward may refuse numbers of this size.
         try:
             outputs, _ = run(network, larger)
@@ -621,14 +709,20 @@ class _Comparison:
 
 
 def _proved_inside(errors: Sequence[Error], blocks: Sequence[str], *, are_labels: bool) -> str:
-    """Return the sentence that a report says of values inside which are compared."""
+    """Return the sentence that says at which values inside a result was proved.
+
+    Args:
+        errors: The errors at these values.
+        blocks: The paths of the residual blocks.
+        are_labels: Whether the network's outputs are labels. Otherwise they are constant.
+    """
     at_blocks = sum(error.site in blocks for error in errors)
     where = f"{at_blocks} blocks" if at_blocks else "the last layers"
     return f"proved at {where}; the outputs are {'labels' if are_labels else 'constant'}"
 
 
 def _last_layers_of(source: Source) -> list[str]:
-    """The paths of a network's last layers; none where its forward cannot be seen."""
+    """Return the paths of a network's last layers; none where its forward cannot be seen."""
     try:
         return _last_layers(source.anatomy.traced)
     except NormswapError:
@@ -636,19 +730,19 @@ def _last_layers_of(source: Source) -> list[str]:
 
 
 def _last_layers(traced: Traced) -> list[str]:
-    """The paths of the layers after which only functions come before the outputs."""
+    """Return the paths of the last layers: only functions stand between them and the outputs."""
     found: list[str] = []
-    ahead = list(inputs_of(traced.nodes[-1]))
-
-    seen = set(ahead)
-    while ahead:
-        node = ahead.pop()
+    # The graph is walked from the outputs backwards, up to the first layer on each way.
+    to_visit = list(inputs_of(traced.nodes[-1]))
+    seen = set(to_visit)
+    while to_visit:
+        node = to_visit.pop()
         if node.op == "call_module":
             found.append(str(node.target))
             continue
-        fresh = [other for other in inputs_of(node) if other not in seen]
-        seen.update(fresh)
-        ahead += fresh
+        unseen = [other for other in inputs_of(node) if other not in seen]
+        seen.update(unseen)
+        to_visit += unseen
 
     return found
 
@@ -659,12 +753,15 @@ def _are_labels(value: Tensor) -> bool:
 
 
 def _is_the_same(value: Tensor, other: Tensor | None) -> bool:
-    """Whether both hold the same numbers."""
+    """Whether both have the same shape and numbers. None is the same as nothing."""
     return other is not None and value.shape == other.shape and bool((value == other).all())
 
 
 def _is_finite(outputs: Outputs) -> bool:
-    """Whether all numbers are finite, or -inf for classes that are masked out."""
+    """Whether the outputs hold no NaN and no +inf, and each holds some finite number.
+
+    -inf stands for a class that is masked out.
+    """
     for value in outputs.values():
         if _are_labels(value) or not value.numel():
             continue
@@ -690,31 +787,49 @@ def _has_foreign_layers(anatomy: Anatomy) -> bool:
         for node in anatomy.traced.nodes
         if (module := anatomy.traced.module(node)) is not None
     ]
-    return any(
-        not type(m).__module__.startswith(_KNOWN_CLASSES) or "forward" in vars(m) for m in layers
-    )
+    for layer in layers:
+        is_known = type(layer).__module__.startswith(_KNOWN_CLASSES)
+        if not is_known or "forward" in vars(layer):
+            return True
+    return False
 
 
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
-    """The first image's outputs in the shapes of `like`.
+    """Return the outputs of a batch's first samples, in the shapes of other outputs.
 
     The source runs again where its forward squeezes outputs.
+
+    Args:
+        source: The source.
+        example: The batch.
+        outputs: The source's outputs for the whole batch, by name.
+        like: Its outputs in float64 for the first samples, by name.
     """
     if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
         return run(source, example.first(1))[0]
-    return {
-        name: value[: len(like[name])] if name in like and value.ndim else value
-        for name, value in outputs.items()
-    }
+
+    first_outputs: Outputs = {}
+    for name, value in outputs.items():
+        if name in like and value.ndim:
+            value = value[: len(like[name])]
+        first_outputs[name] = value
+    return first_outputs
 
 
 def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
-    """Raise VerificationError where the source itself gives another answer on each run."""
+    """Raise VerificationError where the source itself gives another answer on each run.
+
+    Args:
+        source: The source.
+        example: The call.
+        report: The report. Where it passed, nothing is run.
+    """
     if report.passed or not report.exact:
         return
 
     worst_error = report.worst
-    once, again = (run(source, example)[0] for _ in range(2))
+    once, _ = run(source, example)
+    again, _ = run(source, example)
     between_runs = allowance.apart(worst_error.precision, example, once, again)
     if between_runs > _OF_ERROR * worst_error.relative_l2:
         raise VerificationError(
@@ -725,7 +840,10 @@ def _require_repeatable(source: nn.Module, example: Example, report: Report) -> 
 
 
 def _nothing_to_compare(outputs: Outputs) -> Reason | None:
-    """Why equal outputs say nothing: there are none, or every input gives the same numbers."""
+    """Return why equal outputs would say nothing, or None where they say something.
+
+    There are no outputs, or every input gives the same numbers.
+    """
     values = [value for value in outputs.values() if value.numel()]
     if not values:
         return _EMPTY
@@ -735,34 +853,42 @@ def _nothing_to_compare(outputs: Outputs) -> Reason | None:
 
 
 def _is_constant(values: Sequence[Tensor]) -> bool:
-    """Whether each of several inputs gives the same."""
+    """Whether each output has several rows and all its rows are equal."""
     return all(
         value.ndim and len(value) > 1 and bool((value == value[:1]).all()) for value in values
     )
 
 
 def _remarks(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
-    """Return the sentences that a reader must know: what hardly moves proves little."""
-    unseen: list[str] = []
+    """Return sentences about what hardly moves and so proves little.
+
+    Args:
+        outputs: The source's outputs by name.
+        inside: The source's values at blocks and at the tails of their branches, by path.
+        blocks: The residual blocks.
+    """
+    remarks: list[str] = []
     is_blind = _nothing_to_compare(outputs) is not None
     if not is_blind and _is_constant([value for value in outputs.values() if value.numel()]):
-        unseen.append(_SAME_LABELS)
+        remarks.append(_SAME_LABELS)
 
+    # The scores are measured from their mean over the samples.
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if not is_blind and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)
         moves = float((logits - logits.mean(0)).norm() / logits.norm().clamp_min(1e-30))
         if not moves > _HARDLY:
-            unseen.append(
+            remarks.append(
                 f"the input moves the output by {moves:.0e} of its size only, so this check says"
                 " little"
             )
 
+    # The branch is measured by its tail, and the block by its sum.
     for block in blocks:
         if block.tail in inside and block.path in inside:
             share = float(inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30))
             if not share > _HARDLY:
                 size = f"the residual branch is {share:.0e} of the block's output"
-                unseen.append(f"{block.path}: {size}, so this check says nothing about it")
+                remarks.append(f"{block.path}: {size}, so this check says nothing about it")
 
-    return unseen
+    return remarks

@@ -24,8 +24,8 @@ from normswap.proof.running import Source
 from normswap.proof.where import Departure, first_layer_apart
 
 _GRADIENT_TOLERANCE = 1e-4
-# Times eager mode's own distance from float64: the gradient of a BatchNorm's beta was off by seven
-# times.
+# So many times eager mode's own distance from float64 is allowed: the gradient of a BatchNorm's
+# beta was off by seven times that distance.
 _STRAYING = 8
 # A gradient may be off by this share of all gradients together, which rounding alone may change by
 # as much.
@@ -59,12 +59,20 @@ def compare(network: Source, example: Example) -> list[Deviation]:
     outputs, in training mode, with the same random draws; a network without trainable parameters
     has none.
 
+    Args:
+        network: The network, which is not changed.
+        example: The call.
+
+    Returns:
+        The output that departs most, and the gradient that departs most, if there are any.
+
     Raises:
         VerificationError: Torch.compile does not work on the network.
     """
     from torch._dynamo.utils import counters
     from torch._inductor import config
 
+    # Eager mode. A network whose outputs have no gradient raises RuntimeError.
     eager = duplicate(network.module, {})
     compiled = duplicate(network.module, {})
     outputs, _ = running.run(eager, example)
@@ -72,11 +80,13 @@ def compare(network: Source, example: Example) -> list[Deviation]:
         gradients = _gradients(eager, example)
     except RuntimeError:
         gradients = {}
+
+    # Compiled.
     torch._dynamo.reset()
     compiled.compile()
     graphs = counters["stats"]["unique_graphs"]
     try:
-        # Random numbers are those of eager mode then.
+        # With the fallback, random numbers are the same as in eager mode.
         with config.patch(fallback_random=True):
             compiled_outputs, _ = running.run(compiled, example)
             compiled_gradients = _gradients(compiled, example) if gradients else {}
@@ -91,31 +101,39 @@ def compare(network: Source, example: Example) -> list[Deviation]:
         raise VerificationError(
             "torch.compile compiled nothing", "it is switched off, as by TORCHDYNAMO_DISABLE=1"
         )
+
+    # Eager mode in float64 says how much of a distance rounding explains.
     double_outputs = outputs
     double_gradients = gradients
     if network.has_double:
         double_example = example.map_floats(Tensor.double)
         double_outputs = running.outputs_double(network.module, double_example)
         with Widening():
-            double_gradients = (
-                _gradients(to_double(network.module), double_example) if gradients else {}
-            )
-    departures = _departures(
-        example, "output", outputs, compiled_outputs, double_outputs, allowance.FLOAT32_BASE, 0.0
-    )
-    steps = _departures(
+            if gradients:
+                double_gradients = _gradients(to_double(network.module), double_example)
+
+    of_outputs = _departures(
         example,
-        "gradient of",
-        gradients,
-        compiled_gradients,
-        double_gradients,
-        _GRADIENT_TOLERANCE,
-        _LEAST,
+        kind="output",
+        eager=outputs,
+        compiled=compiled_outputs,
+        double=double_outputs,
+        tolerance=allowance.FLOAT32_BASE,
+        least=0.0,
+    )
+    of_gradients = _departures(
+        example,
+        kind="gradient of",
+        eager=gradients,
+        compiled=compiled_gradients,
+        double=double_gradients,
+        tolerance=_GRADIENT_TOLERANCE,
+        least=_LEAST,
     )
     return [
-        max(each, key=lambda error: error.relative_l2 / error.allowed)
-        for each in (departures, steps)
-        if each
+        max(departures, key=lambda departure: departure.relative_l2 / departure.allowed)
+        for departures in (of_outputs, of_gradients)
+        if departures
     ]
 
 
@@ -125,19 +143,28 @@ def first_compiled_layer_apart(
 ) -> Departure | None:
     """Return the first layer whose output departs under torch.compile, or None.
 
-    The compiled network then gives the outputs of all layers, which makes torch fuse less. None is
-    returned where no output departs, or where no layer does under these conditions. A function has
-    no value; one before a module that departs is named with it.
+    The compiled network hands out the outputs of all modules, which makes torch fuse less. The
+    result is None where no output of the network departs, or where no layer does once it fuses
+    less. Functions between modules hand out nothing, so a function that departs is seen at the
+    module behind it.
+
+    Args:
+        network: The network, which is not changed.
+        example: The call.
+        deviations: The outputs and gradients that depart most, as `compare` returns them.
     """
     from torch._inductor import config
 
-    allowed = [
-        each.allowed for each in deviations if each.is_output and each.relative_l2 > each.allowed
+    too_far = [
+        deviation
+        for deviation in deviations
+        if deviation.is_output and deviation.relative_l2 > deviation.allowed
     ]
-    if not allowed:
+    if not too_far:
         return None
+
     compiled = duplicate(network.module, {})
-    values = list[Tensor]()
+    values: list[Tensor] = []
 
     def keep(_module: nn.Module, _args: object, output: object) -> None:
         if isinstance(output, Tensor):
@@ -148,29 +175,37 @@ def first_compiled_layer_apart(
     hooks = [module.register_forward_hook(keep) for module in compiled.modules()]
     with hooked(hooks), config.patch(fallback_random=True):
         running.run(compiled, example)
-    return first_layer_apart(duplicate(network.module, {}), example, values, max(allowed))
+
+    allowed = max(deviation.allowed for deviation in too_far)
+    return first_layer_apart(duplicate(network.module, {}), example, values, allowed)
 
 
 def _gradients(model: nn.Module, example: Example) -> Outputs:
-    """Return the parameters' gradients after one backward, by name.
+    """Return the parameters' gradients after one backward in training mode, by name.
+
+    Args:
+        model: A copy of the network, which is left in training mode with its gradients.
+        example: The call.
 
     Raises:
-        RuntimeError: There are none.
+        RuntimeError: No output has a gradient.
     """
     model.train()
     generator = torch.Generator().manual_seed(0)
     with torch.enable_grad(), seeded(*{parameter.device for parameter in model.parameters()}):
-        outputs = [
-            t
-            for _, t in named_tensors(example.map(torch.clone).call(model))
-            if t.is_floating_point()
-        ]
-        factors = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
-        torch.stack(
-            [(t * factor).sum() for t, factor in zip(outputs, factors, strict=True)]
-        ).sum().backward()
+        returned = example.map(torch.clone).call(model)
+        outputs = [output for _, output in named_tensors(returned) if output.is_floating_point()]
+        # The loss is a fixed random combination of all numbers of the outputs.
+        factors = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+        pairs = zip(outputs, factors, strict=True)
+        terms = [(output * factor).sum() for output, factor in pairs]
+        torch.stack(terms).sum().backward()
 
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def _departures(
@@ -182,12 +217,26 @@ def _departures(
     tolerance: float,
     least: float,
 ) -> list[Deviation]:
+    """Return how far each output or gradient is from eager mode, with what is allowed.
+
+    Args:
+        example: The call.
+        kind: The word before each name: "output" or "gradient of".
+        eager: The values in eager mode, by name.
+        compiled: The values under torch.compile, by name.
+        double: The values in eager mode in float64, by name.
+        tolerance: The relative L2 that is allowed of any value.
+        least: The distance that is allowed of any value, relative to all values together.
+    """
     sizes = {name: float(tensor.double().norm()) for name, tensor in eager.items()}
     whole = sum(size * size for size in sizes.values()) ** 0.5
 
-    def apart(name: str, a: Outputs, b: Outputs) -> float:
-        first, second = ({name: t[name]} if name in t else {} for t in (a, b))
-        return between(example, first, second, precision="").relative_l2
+    def only(name: str, values: Outputs) -> Outputs:
+        return {name: values[name]} if name in values else {}
+
+    def apart(name: str, first: Outputs, second: Outputs) -> float:
+        error = between(example, only(name, first), only(name, second), precision="")
+        return error.relative_l2
 
     departures: list[Deviation] = []
     for name, size in sizes.items():

@@ -17,7 +17,7 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Error:
-    """How far a result is from its reference: at the logits, or at the output of the module `site`.
+    """How far a result (b) is from its reference (a), at one value.
 
     Args:
         site: The path of the module at whose output it was measured, or "logits".
@@ -29,8 +29,8 @@ class Error:
         agreement: The fraction of inputs, or of places in maps, with the same argmax. It is None
             unless it is an error at logits of more than one class.
         output: The name of the worst output, where there are several.
-        answer: The output that the argmax is taken of, as in `Kept`.
-        axis: The axis of the argmax, as in `Kept`.
+        answer: The output that the argmax is taken of, in words. Empty without an argmax.
+        axis: The axis of the argmax. None where outputs have names.
     """
 
     site: str
@@ -88,7 +88,11 @@ class Distance:
             self._add_labels(expected, values)
 
     def add_nothing(self, expected: Tensor) -> None:
-        """Add a batch that the result gives nothing comparable for: an error of 1."""
+        """Add a batch for which the result gives nothing comparable, as an error of 1.
+
+        Args:
+            expected: The source's value.
+        """
         if not expected.numel():
             self._add_numbers(torch.zeros(1).double(), torch.ones(1).double())
         elif expected.is_floating_point() or expected.is_complex():
@@ -97,7 +101,12 @@ class Distance:
             self.add(expected, expected.logical_not())
 
     def _add_labels(self, expected: Tensor, values: Tensor) -> None:
-        """Count the entries, those that differ, and how often each label occurs."""
+        """Count the entries, the entries that differ, and how often each label occurs.
+
+        Args:
+            expected: The source's labels.
+            values: The result's labels, of the same shape.
+        """
         self.are_labels = True
         self._entries += expected.numel()
         self._unequal += int((expected != values).sum())
@@ -106,21 +115,27 @@ class Distance:
             self._frequencies[label] = self._frequencies.get(label, 0) + count
 
     def _add_numbers(self, expected: Tensor, values: Tensor) -> None:
-        """Add the squares of numbers in one dimension, in float64."""
+        """Add the squares of numbers, and keep the largest.
+
+        Args:
+            expected: The source's numbers, in one dimension, in float64.
+            values: The result's numbers, likewise.
+        """
         masked = (expected == values) & (expected == -math.inf)
         if bool(masked.any()) and not bool(masked.all()):
             # Scores of classes that are masked out are -inf in both outputs.
             expected = expected[~masked]
             values = values[~masked]
 
-        # The squares of numbers below 1e-154 are zero in float64, so all are divided by a power of
-        # two, that of the first batch, which rounds nothing.
+        # The squares of numbers below 1e-154 are zero in float64. So all numbers are divided by a
+        # power of two near the peak of the first batch. That rounds nothing.
         if self._scale is None:
             peak = expected.abs().max().nan_to_num(1.0, 1.0, 1.0)
             exponent = torch.frexp(peak).exponent.clamp(-1000, 1000)
             self._scale = torch.pow(2.0, -exponent.double())
         expected = expected * self._scale
         values = values * self._scale
+
         difference = expected - values
         numbers = (
             expected.norm(),
@@ -144,7 +159,7 @@ class Distance:
     def relative_l2(self) -> float:
         """The distance |a - b| / |a|, or the share of unequal labels; infinite if incomparable.
 
-        Of a source that is exactly zero it is |b|.
+        If the source's values a are exactly zero, it is |b|.
         """
         if not self.is_comparable:
             return math.inf
@@ -168,7 +183,13 @@ class Distance:
         return 1.0 - squares
 
     def error(self, site: str, precision: str, size: Sequence[int]) -> Error:
-        """Return the distance as the error at a site, for inputs of a size."""
+        """Return the distance as a record.
+
+        Args:
+            site: The path of the module at whose output it was measured, or "logits".
+            precision: The precision that both networks ran in.
+            size: The size of the input.
+        """
         error = Error(site, precision, tuple(size), self.relative_l2, self.largest)
         if self.are_labels and self.is_comparable:
             return replace(error, agreement=1.0 - self.relative_l2)
@@ -183,7 +204,7 @@ def distance(expected: Tensor, values: Tensor) -> Distance:
 
 
 def _numbers(value: Tensor) -> Tensor:
-    """All numbers of a tensor in one dimension, in float64.
+    """Return all numbers of a tensor in one dimension, in float64.
 
     A complex number is two: its real and its imaginary part.
     """
@@ -197,12 +218,12 @@ class Agreement:
     """How often two networks give the same argmax, summed over batches.
 
     Args:
-        answer: The name of the output, and the axis that the argmax is taken of.
-        unit: The name of one argmax's place: images, pixels, voxels ...
+        answer: The output and the axis that the argmax is taken of, in words.
+        unit: The word for the places that have an argmax: images, pixels, voxels or places.
         places: The number of argmaxes that were compared: one for each image, or for each place of
             a map.
-        same: The number of them that are the same.
-        samples: The number of samples that they belong to.
+        same: The number of argmaxes that are the same.
+        samples: The number of samples that were compared.
     """
 
     answer: str
@@ -213,6 +234,7 @@ class Agreement:
 
     @property
     def share(self) -> float:
+        """The share of argmaxes that are the same."""
         return self.same / self.places
 
 
@@ -227,7 +249,7 @@ class OutputDistances:
     Args:
         precision: The precision that both networks run in.
         exact: Whether the result claims the source's function. If it does not, it may give another
-            number of rows, such as other boxes: an error of 1.
+            number of rows, such as other boxes. That counts as an error of 1.
         anatomy: The source's anatomy, which tells scores of classes from waves and features. None
             where it cannot be had.
     """
@@ -259,6 +281,7 @@ class OutputDistances:
             self._are_named_alike = False
             return
 
+        # Another number of boxes cannot be compared row by row.
         alike = all(outputs[name].shape == others[name].shape for name in outputs)
         if not alike and not self.exact and _differ_in_rows(outputs, others):
             for name, expected in outputs.items():
@@ -270,7 +293,13 @@ class OutputDistances:
         self._add_agreements(example.count, outputs, others)
 
     def _add_agreements(self, count: int, outputs: Outputs, others: Outputs) -> None:
-        """Count the equal argmaxes of outputs that are scores of classes."""
+        """Count the equal argmaxes of outputs that are scores of classes.
+
+        Args:
+            count: The number of samples of the batch.
+            outputs: The source's outputs by name.
+            others: The result's outputs by name.
+        """
         self.axes = class_axes(outputs, self.anatomy)
         for name, axis in self.axes.items():
             expected = outputs[name]
@@ -297,7 +326,10 @@ class OutputDistances:
         return max(self.by_output, key=lambda name: self.by_output[name].relative_l2, default="")
 
     def error(self) -> Error:
-        """The error of the output that differs most, with the least agreement."""
+        """Return the error of the output that differs most, with the least agreement of any output.
+
+        It is infinite where the names of the outputs differ, or there are none.
+        """
         agreement, answer = self.least_agreement()
         if not self._are_named_alike or not self.by_output:
             return Error("logits", self.precision, self._size, math.inf, math.inf)
@@ -310,16 +342,24 @@ class OutputDistances:
         return replace(error, agreement=agreement, answer=answer, axis=self.axis)
 
     def least_agreement(self) -> tuple[float | None, str]:
-        """The least share of equal argmaxes, and what it is taken of with the other shares.
+        """Return the least share of equal argmaxes of any output, and a text that explains it.
 
-        An output counts if it was scores of classes in every batch.
+        The text says which output and axis the argmax is taken of, and lists the shares of the
+        other outputs. An output counts if it was scores of classes in every batch. The share is
+        None where none was.
         """
-        whole = [each for each in self.agreements.values() if each.samples == self.count]
-        if not whole:
+        complete = [
+            agreement for agreement in self.agreements.values() if agreement.samples == self.count
+        ]
+        if not complete:
             return None, ""
-        least = min(whole, key=lambda each: each.share)
-        others = [f"{each.share:.1%} by {each.answer}" for each in whole if each is not least]
-        return least.share, "; ".join([least.answer, *others])
+
+        least = min(complete, key=lambda agreement: agreement.share)
+        words = [least.answer]
+        for agreement in complete:
+            if agreement is not least:
+                words.append(f"{agreement.share:.1%} by {agreement.answer}")
+        return least.share, "; ".join(words)
 
 
 def between(
@@ -338,8 +378,10 @@ def between(
         outputs: The source's outputs by name.
         others: The result's outputs by name.
         precision: The precision that both ran in.
-        exact: As in `OutputDistances`.
-        anatomy: As in `OutputDistances`.
+        exact: Whether the result claims the source's function. If not, another number of rows
+            counts as an error of 1.
+        anatomy: The source's anatomy, which tells scores of classes from other outputs. None where
+            it cannot be had.
     """
     distances = OutputDistances(precision, exact=exact, anatomy=anatomy)
     distances.add(example, outputs, others)
@@ -347,16 +389,26 @@ def between(
 
 
 def _differ_in_rows(outputs: Outputs, others: Outputs) -> bool:
-    """Whether finite outputs have the same shapes but for their first dimension."""
+    """Whether the outputs have the source's shapes but for the first dimension, and are finite.
+
+    Args:
+        outputs: The source's outputs by name.
+        others: The result's outputs by the same names.
+    """
     alike = all(outputs[name].shape[1:] == others[name].shape[1:] for name in outputs)
     return alike and all(bool(torch.isfinite(value).all()) for value in others.values())
 
 
 def class_axes(outputs: Mapping[str, Tensor], anatomy: Anatomy | None) -> dict[str, int]:
-    """The axis of classes of each output that is scores.
+    """Return the axis of the classes for each output that is scores of classes, by name.
 
-    Scores have as many channels as a last linear layer gives. Features have none, nor series, whose
-    places are no channels, nor maps of several sizes, as of a pyramid.
+    Scores have as many channels as a last linear layer gives. Without such layers only rows
+    (N, classes) count. Maps of several sizes, as a pyramid gives, are no scores, and a network of
+    features has none.
+
+    Args:
+        outputs: The outputs by name.
+        anatomy: The anatomy of the network. None where it cannot be had.
     """
     scores = {
         name: value
@@ -367,12 +419,14 @@ def class_axes(outputs: Mapping[str, Tensor], anatomy: Anatomy | None) -> dict[s
     if anatomy is not None and anatomy.features:
         return {}
 
-    sides = {value.shape[2:] for value in scores.values() if value.ndim > 3}
+    map_sizes = {value.shape[2:] for value in scores.values() if value.ndim > 3}
     axes: dict[str, int] = {}
     for name, value in scores.items():
         is_row = value.ndim == 2 and not widths
-        fits = [axis for axis in (1, value.ndim - 1) if value.shape[axis] in widths or is_row]
-        if fits and value.shape[fits[0]] > 1 and (value.ndim < 4 or len(sides) == 1):
-            axes[name] = fits[0]
+        # Classes are in dimension 1, or last.
+        fitting = [axis for axis in (1, value.ndim - 1) if value.shape[axis] in widths or is_row]
+        has_one_size = value.ndim < 4 or len(map_sizes) == 1
+        if fitting and value.shape[fitting[0]] > 1 and has_one_size:
+            axes[name] = fitting[0]
 
     return axes

@@ -19,11 +19,13 @@ from normswap.proof import allowance
 from normswap.proof.distance import Error, Outputs, between
 from normswap.proof.running import Source, outputs_double, run
 
-# A change of the output by more than this, for the last digit in float64, is another choice.
+# If the last digit in float64 changes the output by more than this, a choice fell otherwise: among
+# nearly equal scores, for instance.
 _CHOICE = 1e-6
 
 
 def _not_again(_example: Example) -> Precise | None:
+    """Stand for `Precise.again` where no other call is compared."""
     return None
 
 
@@ -53,6 +55,7 @@ class Precise:
 
 
 def _by_no_parts(_example: Example) -> Outputs | None:
+    """Stand for `parts` of `compare_double` where the result has no cheaper run in float64."""
     return None
 
 
@@ -76,12 +79,13 @@ def compare_double(
         return None
 
     def again(other: Example) -> Precise | None:
-        wide = other.map_floats(Tensor.double)
+        double_example = other.map_floats(Tensor.double)
+        # The forward is the user's: it may ask for one dtype.
         try:
-            expected = outputs_double(source.module, wide)
+            expected = outputs_double(source.module, double_example)
         except Exception:
             return None
-        return _against(source, wide, expected, make, parts)
+        return _against(source, double_example, expected, make, parts)
 
     whole = source.examples[0]
     short = source.short_example
@@ -89,11 +93,12 @@ def compare_double(
     for example in (short,) if short is whole else (short, whole):
         # The forward is the user's: it may ask for one dtype, or for its number of images.
         try:
-            reference = outputs_double(source.module, example.map_floats(Tensor.double))
+            double_example = example.map_floats(Tensor.double)
+            reference = outputs_double(source.module, double_example)
         except Exception as error:
             why = why or first_line(error)
             continue
-        precise = _against(source, example.map_floats(Tensor.double), reference, make, parts)
+        precise = _against(source, double_example, reference, make, parts)
         return replace(precise, again=again)
 
     return Precise(None, {}, impossible=why)
@@ -106,11 +111,20 @@ def _against(
     make: Callable[[], nn.Module],
     parts: Callable[[Example], Outputs | None],
 ) -> Precise:
-    """Compare the result with the source's outputs in float64, `reference`."""
+    """Compare the result with the source's outputs in float64.
+
+    Args:
+        source: The source.
+        example: The call, in float64.
+        reference: The source's outputs in float64, by name.
+        make: Returns the result in float64, never rounded to less.
+        parts: Returns the result's outputs in float64 at less cost, or None.
+    """
 
     def error_of(expected: Outputs, outputs: Outputs) -> Error:
         return between(example, expected, outputs, precision="float64", anatomy=source.anatomy)
 
+    # The run by parts costs less, and proves a result that is right. Any other result is built.
     error = error_of(reference, parts(example) or {})
     if not error.relative_l2 <= allowance.FLOAT64_BASE:
         result = make()
@@ -133,7 +147,17 @@ def _against(
 
 
 def _own_change(source: nn.Module, example: Example, reference: Outputs) -> tuple[float, str]:
-    """Return how far the last digit moves the source in float64; and what that hangs on."""
+    """Return how far the last digit moves the source in float64, and the cause if it is a choice.
+
+    Args:
+        source: The source.
+        example: The call, in float64.
+        reference: The source's outputs for it, by name.
+
+    Returns:
+        The relative L2 of the larger change, by the input's last digit or the weights', and a
+        sentence for reports. The sentence is empty unless a choice fell otherwise.
+    """
     by_input = outputs_double(source, allowance.in_the_last_digit(example))
     by_weights = outputs_double(allowance.with_other_digits(source), example)
     input_change = allowance.apart("float64", example, reference, by_input)

@@ -49,6 +49,7 @@ class Kept:
         """
         if self.agreement is None:
             return None
+        # z for 97.5 %, n images, and the share p on which the answers are the same.
         z = 1.96
         n = self.count
         p = self.agreement
@@ -68,7 +69,9 @@ class Kept:
             return f"{distance} on {images}"
         sure = f"97.5 % sure: at least {self.least_percent} %"
         # A classifier's scores, on axis 1, need no word.
-        answer = f", {self.answer}" * bool(self.answer and self.axis != 1)
+        answer = ""
+        if self.answer and self.axis != 1:
+            answer = f", {self.answer}"
         return (
             f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{answer}),"
             f" {distance}"
@@ -76,12 +79,20 @@ class Kept:
 
 
 class HeldOutSplit:
-    """The calls to fit to; every fourth image is held out, and stands in `held`.
+    """Iterates over the calls to fit to, and holds out every fourth image.
 
-    It can be iterated repeatedly. Of calls that cannot be split, every fourth call is held out; so
-    too with `whole`, for a network whose forward fixes its number of images. Calls are cut to a
-    size that suits the device (`checked_batches.parts`). After an iteration, `held` is without the
-    `copies` of images that were fitted to.
+    It can be iterated repeatedly. Calls are cut to a size that suits the device
+    (`checked_batches.parts`). Of calls that cannot be split, every fourth call is held out.
+
+    Args:
+        batches: The calls.
+        device: The device that the network runs on.
+        whole: Whether calls stay whole, for a network whose forward fixes its number of images.
+
+    Attributes:
+        held: The calls that were held out, after an iteration. Copies of images that were fitted
+            to, or of one another, are left out.
+        copies: How many such copies were left out.
     """
 
     def __init__(
@@ -104,22 +115,27 @@ class HeldOutSplit:
                 yield batch
                 continue
 
-            out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
+            is_held_out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
             position += batch.count
-            held_out = None if self.whole else batch.take(out)
-            fitted = None if self.whole else batch.take(~out)
+            held_out = None if self.whole else batch.take(is_held_out)
+            fitted = None if self.whole else batch.take(~is_held_out)
 
+            # A call that cannot be split is on one side as a whole.
             if held_out is None and fitted is None:
-                held_out, fitted = (batch, None) if i % EVERY == EVERY - 1 else (None, batch)
+                if i % EVERY == EVERY - 1:
+                    held_out = batch
+                else:
+                    fitted = batch
+
             if held_out is not None and room > 0:
                 first = held_out if self.whole else held_out.first(room)
                 self.held += [first] if self.whole else parts(first, self.device)
                 room -= first.count
-
             if fitted is not None:
                 fitted_to.update(_hashes(fitted))
                 yield from [fitted] if self.whole else parts(fitted, self.device)
 
+        # A copy of an image that was fitted to says nothing about other images.
         count = sum(call.count for call in self.held)
         if not self.whole:
             different = (_without(call, fitted_to) for call in self.held)
@@ -128,36 +144,47 @@ class HeldOutSplit:
 
 
 def _hashes(call: Example) -> list[bytes]:
-    """A hash of each sample; none of a call that cannot be split."""
-    if call.listed or any(
-        tensor.ndim == 0 or len(tensor) != call.count for tensor in call.tensors()
-    ):
+    """Return a hash of each sample of a call, or no hashes if the call cannot be split."""
+    tensors = call.tensors()
+    if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in tensors):
         return []
-    rows = zip(*(tensor.cpu().double().numpy() for tensor in call.tensors()), strict=True)
-    return [hashlib.sha256(b"".join(value.tobytes() for value in row)).digest() for row in rows]
+
+    hashes: list[bytes] = []
+    for sample in zip(*(tensor.cpu().double().numpy() for tensor in tensors), strict=True):
+        content = b"".join(value.tobytes() for value in sample)
+        hashes.append(hashlib.sha256(content).digest())
+    return hashes
 
 
 def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
     """Return the samples of a call that were not fitted to, or None if all were.
 
-    The hashes of those samples are added to `fitted_to`, so that each counts once.
+    Args:
+        call: The call. One that cannot be split is returned as it is.
+        fitted_to: The hashes of all samples that were fitted to. The hashes of this call are added,
+            so that a sample counts once.
     """
     hashes = _hashes(call)
     if not hashes:
         return call
-    new = torch.tensor(
-        [mark not in fitted_to and mark not in hashes[:i] for i, mark in enumerate(hashes)]
-    )
+
+    is_new: list[bool] = []
+    for i, sample_hash in enumerate(hashes):
+        is_new.append(sample_hash not in fitted_to and sample_hash not in hashes[:i])
     fitted_to.update(hashes)
-    return call.take(new)
+    return call.take(torch.tensor(is_new))
 
 
 def measured(
     source: nn.Module, result: nn.Module, held: Iterable[Example], anatomy: Anatomy | None = None
 ) -> Kept | None:
-    """The agreement of both networks on these calls, or None without calls.
+    """Return how well the answers of both networks agree on some calls, or None without calls.
 
-    `anatomy`, the source's, tells scores of classes from other outputs.
+    Args:
+        source: The source.
+        result: The converted network.
+        held: The calls that were held out.
+        anatomy: The source's anatomy, which tells scores of classes from other outputs.
 
     Raises:
         VerificationError: One of the networks does not run.

@@ -20,17 +20,24 @@ def note(source: Source, result: nn.Module) -> str:
     `forward` is recorded and proved. A convolution that took over its norm gives the norm's values
     where the source hands out the convolution's own, and a stream without its mean is another
     stream.
+
+    Args:
+        source: The source.
+        result: The network that was proved to compute the same.
     """
     example = source.short_example
     if not hasattr(source.module, "forward_intermediates") or not example.only_images:
         return ""
-    # The method is timm's or the user's: it may not take these images, or none at all.
+
+    # The method is timm's or the user's: it may refuse these images, or any.
     try:
         expected = _features(source.module, example.images)
     except Exception:
         return ""
     if not expected:
         return ""
+
+    # On the result a layer that the method reads may be gone.
     try:
         features = _features(result, example.images)
     except Exception as error:
@@ -41,6 +48,7 @@ def note(source: Source, result: nn.Module) -> str:
     off = [i for i, share in enumerate(shares) if not share <= _OTHERWISE]
     if not off and len(features) == len(expected):
         return ""
+
     listed = ", ".join(f"{i} by {shares[i]:.0%}" for i in off[:4])
     more = f" and {len(off) - 4} more" if len(off) > 4 else ""
     return (
@@ -51,7 +59,7 @@ def note(source: Source, result: nn.Module) -> str:
 
 @torch.no_grad()
 def _features(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """The intermediate features of some images."""
+    """Return the intermediate features that a network hands out for images (N, C, H, W)."""
     with undisturbed(model), callers_dtype():
         features = model.forward_intermediates(images.clone(), intermediates_only=True)  # type: ignore[operator]
     return [tensor for _, tensor in named_tensors(features)]

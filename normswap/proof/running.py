@@ -72,10 +72,11 @@ def run(
     """
     values: Outputs = {}
 
+    # A second value of the same site is put behind the first, in one row.
     def keep_value(site: str, value: object) -> None:
         if not isinstance(value, Tensor):
             return
-        # An in-place activation would overwrite it.
+        # An in-place activation would overwrite the value.
         value = value.clone()
         if site in values:
             value = torch.cat([values[site].flatten(), value.flatten()])
@@ -98,18 +99,20 @@ def run(
         for path in dict.fromkeys(entrances)
         if path in present
     ]
+
     with hooked(handles), with_heads(model) if heads else undisturbed(model), callers_dtype():
         output = example.map(torch.clone).call(model)
     return outputs_of(output), values
 
 
 def with_other_values(example: Example) -> Example:
-    """Return the example with other values: in a mirror, and floating-point ones smaller."""
+    """Return the example with its values mirrored, and floating-point values 0.7 times as large."""
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
             return tensor
-        return 0.7 * tensor.flip(-1) if tensor.is_floating_point() else tensor.flip(-1)
+        mirrored = tensor.flip(-1)
+        return 0.7 * mirrored if tensor.is_floating_point() else mirrored
 
     return example.map(change)
 
@@ -153,18 +156,28 @@ def both(
     tails: Sequence[str] = (),
     first: Example | None = None,
 ) -> tuple[tuple[Outputs, Outputs], tuple[Outputs, Outputs]] | None:
-    """What `run` gives of both networks.
+    """Return what `run` gives for both networks: outputs and values inside, of each.
 
-    It is None where the source runs on `first`, but not on this size of input.
+    The result is None where the source runs on the first call, but not on this size of input.
+
+    Args:
+        source: The source.
+        result: The converted network.
+        example: The call.
+        paths: The modules of both networks whose outputs are returned, too.
+        tails: Further modules of the source whose outputs are returned at the first call.
+        first: The first of all calls. By default it is the call itself.
 
     Raises:
         VerificationError: One of the networks does not run, or the source gives no output.
     """
     first = first or example
+    source_paths = (*paths, *tails) if example is first else paths
     try:
-        outputs = run(source, example, (*paths, *tails) if example is first else paths)
+        outputs = run(source, example, source_paths)
     # The forward is the user's, and may raise anything.
     except Exception as error:
+        # The source need not take another size than the first one. Such a call is left out.
         if example is first or example.images.shape[1:] == first.images.shape[1:]:
             raise VerificationError(
                 f"the source does not run on {example}", first_line(error)
@@ -183,6 +196,10 @@ def outputs_double(model: nn.Module, example: Example) -> Outputs:
     """Return the outputs in float64: by parts, or of a copy.
 
     A copy is made where a forward reads another module's tensors.
+
+    Args:
+        model: The network, in its own dtype.
+        example: The call, in float64.
     """
     outputs = by_parts(model, example)
     if outputs is not None:
@@ -198,12 +215,19 @@ def by_parts(
     replacements: Replacements | None = None,
     tensors: Mapping[int, Tensor] | None = None,
 ) -> Outputs | None:
-    """The outputs in float64; None where dtypes were mixed, or a module calls itself.
+    """Return the outputs in float64, or None where dtypes were mixed or a module calls itself.
 
     A module has float64 tensors only while its forward runs, so the network never exists twice.
-    `replacements` and `tensors` are layers and tensors that are built in float64, not cast to it
-    (`applying.doubles`).
+
+    Args:
+        model: The network, in its own dtype.
+        example: The call, in float64.
+        replacements: For some modules of the network, the function that builds the module anew in
+            float64. The tensors of all other modules are cast.
+        tensors: Float64 tensors by the identity of the tensors that they stand for.
     """
+    # The own tensors of the modules that run now, and float64 tensors that were built and are not
+    # lent yet, by the identity of the tensors that they stand for.
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
 
@@ -219,12 +243,12 @@ def by_parts(
     def lend(module: nn.Module, _args: object) -> None:
         tensors_of_module = {**module._parameters, **module._buffers}
         floats = {
-            name: t
-            for name, t in tensors_of_module.items()
-            if t is not None and t.is_floating_point()
+            name: tensor
+            for name, tensor in tensors_of_module.items()
+            if tensor is not None and tensor.is_floating_point()
         }
 
-        lent[module] = {name: t.data for name, t in floats.items()}
+        lent[module] = {name: tensor.data for name, tensor in floats.items()}
         for name, tensor in floats.items():
             double_tensor = ready.pop(id(tensor), (tensors or {}).get(id(tensor)))
             if double_tensor is None:
@@ -242,6 +266,8 @@ def by_parts(
     handles = [module.register_forward_pre_hook(make) for module in replacements or {}]
     for owner in owners:
         handles += [owner.register_forward_pre_hook(lend), owner.register_forward_hook(back)]
+
+    # An error inside a forward leaves its module without its own tensors.
     try:
         with hooked(handles), Widening():
             return run(model, example)[0]
@@ -253,9 +279,9 @@ def by_parts(
 
 
 def _unseen(work: Callable[..., None]) -> Callable[..., None]:
-    """`work` with torch's function modes off.
+    """Return a function that does the same while torch's function modes are off.
 
-    A recorder that watches every call costs more than the call.
+    A mode that watches every call costs more than the call.
     """
 
     def alone(*args: object) -> None:
@@ -266,6 +292,7 @@ def _unseen(work: Callable[..., None]) -> Callable[..., None]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a module by name, a shared one under each name."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -278,10 +305,16 @@ def noise(
     seed: int = 0,
     ran: Collection[str] = (),
 ) -> list[Example]:
-    """Calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels.
+    """Return calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels.
 
-    Where that fails, they have `size` (C, H, W). `ran` are printed examples that the network is
-    known to run on.
+    Where a small size fails, there is one call, of the next size that the network runs on.
+
+    Args:
+        model: The network.
+        size: The size (C, H, W) that is tried last.
+        batch: The number of samples of the first call. The second has one.
+        seed: The seed of the noise.
+        ran: Calls, as they are printed, that the network is known to run on.
 
     Raises:
         VerificationError: The network runs on none of these calls.
@@ -293,21 +326,22 @@ def noise(
 
     first, *others = dict.fromkeys([*network_input.small(size), tuple(size)])
     for shape in (first, *others):
-        x = called.of(torch.randn(batch, *shape, generator=generator).to(like))
+        call = called.of(torch.randn(batch, *shape, generator=generator).to(like))
+        # The forward is the user's, and may raise anything.
         try:
             # A network whose forward fixes the number of images runs on the whole batch only.
-            if str(x) not in ran and not runs(model, x.first(1)):
-                run(model, x)
+            if str(call) not in ran and not runs(model, call.first(1)):
+                run(model, call)
         except Exception as error:
             why = first_line(error)
             continue
 
-        # `compare` leaves this image of a second size out if the network does not take it.
-        second = others[:1] if shape == first else []
-        return [
-            x,
-            *(called.of(torch.randn(1, *shape, generator=generator).to(like)) for shape in second),
-        ]
+        # `compare` leaves the image of the second size out if the network does not take it.
+        calls = [call]
+        if shape == first and others:
+            image = torch.randn(1, *others[0], generator=generator).to(like)
+            calls.append(called.of(image))
+        return calls
 
     raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)
 
@@ -316,6 +350,10 @@ def runs_on_one(model: nn.Module, example: Example) -> bool:
     """Whether the network gives for the first sample alone what it gives for it in the batch.
 
     A forward may fix its number of samples (`reshape(-1, 36)`), or mix them.
+
+    Args:
+        model: The network.
+        example: The batch.
     """
     alone = example.first(1)
     if alone is example:
@@ -339,7 +377,7 @@ def runs_on_one(model: nn.Module, example: Example) -> bool:
 
 
 def _is_near(value: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ by a hundredth of their size at most."""
+    """Whether two tensors differ by a fiftieth of their size at most."""
     if value.shape != other.shape:
         return False
     wide = torch.complex128 if value.is_complex() else torch.float64
@@ -348,6 +386,7 @@ def _is_near(value: Tensor, other: Tensor) -> bool:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give a module another tensor under a name; a parameter keeps its identity."""
     parameter = module._parameters.get(name)
     if parameter is not None:
         parameter.data = tensor

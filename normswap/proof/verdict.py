@@ -50,7 +50,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether a result that claims to be exact passes; if not, why nothing is proved, or None."""
+    """Whether a result passes.
+
+    Args:
+        passed: Whether it does.
+        reason: Why nothing is proved. None where the result passes, or is wrong.
+    """
 
     passed: bool
     reason: Reason | None = None
@@ -181,6 +186,7 @@ def _error_to_name(report: Report) -> tuple[Error, str]:
     It is the worst error at the outputs. Where these are right, or say nothing, it is the first
     value inside that is off.
     """
+    # NaN is off, too.
     first_site = None
     for site in report.sites:
         if not site.relative_l2 <= report.site_tolerance.get(site.site, math.inf):
@@ -198,6 +204,13 @@ def _error_to_name(report: Report) -> tuple[Error, str]:
 
 
 def _remedy_of_wrong(report: Report, error: Error) -> str:
+    """Return what to do about a wrong result.
+
+    Args:
+        report: The measurements.
+        error: The error that the refusal names.
+    """
+    # Float64 tells a mistake from rounding.
     doubles = [error for error in report.logits if error.precision == "float64"]
     if doubles and not _are_within(doubles, report.tolerance):
         return "Nothing was written; if the plan was not edited by hand, this is a bug of normswap"
@@ -210,5 +223,10 @@ def _remedy_of_wrong(report: Report, error: Error) -> str:
 
 
 def _are_within(errors: Sequence[Error], tolerance: dict[str, float]) -> bool:
-    """Whether all errors are within what is allowed in their precision."""
+    """Whether all errors are within what is allowed in their precision.
+
+    Args:
+        errors: The errors.
+        tolerance: The largest relative L2 that is allowed, by precision.
+    """
     return all(error.relative_l2 <= tolerance[error.precision] for error in errors)

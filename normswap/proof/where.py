@@ -22,7 +22,7 @@ class Departure:
     """A layer that is off, though its input is not.
 
     Args:
-        site: The layer's path, or that of the module whose forward does it.
+        site: The layer's path. For a function it is the path of the module whose forward calls it.
         kind: The name of the layer's class, or of the function.
         relative_l2: The distance |result - network| / |network|, over its output.
         network: The network's number where both differ most.
@@ -50,27 +50,33 @@ def first_layer_apart(
 ) -> Departure | None:
     """Return the first layer whose output is not among the values of a result, or None.
 
-    The network goes on with the result's value of an operation if that is near, so each operation
-    is measured alone. A runtime may fuse a layer away. Such a layer counts as right if the layer
-    that reads it is right.
+    If the result has a value near an operation's output, the network goes on with the result's
+    value. So each operation is measured alone. A runtime may fuse a layer away. Such a layer counts
+    as right if the layer that reads it is right.
 
     Args:
         network: The network, a copy that may be written to.
         example: The input.
         values: All values that a file or a result computes from the same input.
         allowed: The relative L2 distance that an operation may be off by.
-        jump: An operation may also be off by this factor times the median of others of its kind.
+        jump: An operation may also be off by this factor times the median of the other operations
+            of its kind.
     """
     traced = recording.record_once(network, example)
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     departures = _measured(traced, example, floats)
+
+    # From the outputs backwards: an operation is right if its value is, or if the result has no
+    # value for it and an operation that reads it is right.
     right: set[fx.Node] = set()
     for node in reversed(traced.nodes[:-1]):
-        off = departures[node].relative_l2 if node in departures else math.inf
-        if off <= allowed or (
-            off > _SIMILAR and any(reader in right for reader in traced.users[node])
-        ):
+        relative_l2 = departures[node].relative_l2 if node in departures else math.inf
+        has_no_value = relative_l2 > _SIMILAR
+        has_right_reader = any(reader in right for reader in traced.users[node])
+        if relative_l2 <= allowed or (has_no_value and has_right_reader):
             right.add(node)
+
+    # The operations so far for which the result has a value.
     near: list[Departure] = []
 
     def stands_out(departure: Departure) -> bool:
@@ -81,6 +87,8 @@ def first_layer_apart(
         ]
         return departure.relative_l2 > max(allowed, jump * statistics.median(others or [0.0]))
 
+    # From the input on, the first operation without a value ends the search. One before it that
+    # stands out among its kind is the cause.
     for node, departure in departures.items():
         if departure.relative_l2 <= _SIMILAR:
             near.append(departure)
@@ -92,19 +100,30 @@ def first_layer_apart(
 def _measured(
     traced: tracing.Traced, example: Example, floats: list[Tensor]
 ) -> dict[fx.Node, Departure]:
-    """How far every operation is off, alone.
+    """Return how far every operation is off, alone.
 
-    A value belongs to the operation that it is nearest to. One whose closest value belongs to
-    another has none, and is as far off as the first that has one and reads it.
+    A value belongs to the operation that it is nearest to. An operation whose closest value belongs
+    to another operation has no value. It is as far off as the first operation that reads it and has
+    a value.
+
+    Args:
+        traced: The network's recorded forward.
+        example: The input.
+        floats: The floating-point values of the result.
     """
+    # Which operations have no value of their own.
     departures, closest = _departures(traced, example, floats)
-    nearest: dict[int, float] = {}
-    for node, place in closest.items():
-        nearest[place] = min(departures[node].relative_l2, nearest.get(place, math.inf))
+    least_distances: dict[int, float] = {}
+    for node, index in closest.items():
+        least = least_distances.get(index, math.inf)
+        least_distances[index] = min(departures[node].relative_l2, least)
     without = [
-        node for node, place in closest.items() if departures[node].relative_l2 > nearest[place]
+        node
+        for node, index in closest.items()
+        if departures[node].relative_l2 > least_distances[index]
     ]
 
+    # Measured again, where each operation goes on with the result's values.
     departures, _ = _departures(traced, example, floats, without, similar=_SIMILAR)
     for node in without:
         readers = (
@@ -123,10 +142,19 @@ def _departures(
     without: Container[fx.Node] = (),
     similar: float = -1.0,
 ) -> tuple[dict[fx.Node, Departure], dict[fx.Node, int]]:
-    """How far every operation on the input is from the closest of `floats`, and which that is.
+    """Return how far every operation on the input is from the result's closest value.
 
-    That goes on in place of its output where it is off by `similar` at most, but of operations
-    `without` a value.
+    Args:
+        traced: The network's recorded forward.
+        example: The input.
+        floats: The floating-point values of the result.
+        without: The operations that have no value in the result.
+        similar: The network goes on with the closest value in place of an operation's output if the
+            operation is off by this at most, unless it has no value. By default it never does.
+
+    Returns:
+        The departure of each operation, and the index of its closest value: -1 if no value has its
+        number of entries.
     """
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     tensors = (tensor.clone() for tensor in example.tensors())
@@ -135,43 +163,74 @@ def _departures(
         node: traced.fetch(str(node.target)) for node in traced.nodes if node.op == "get_attr"
     }
     departures: dict[fx.Node, Departure] = {}
-
     closest: dict[fx.Node, int] = {}
-    for node in (node for node in traced.nodes[:-1] if node not in outputs):
+    for node in traced.nodes[:-1]:
+        if node in outputs:
+            continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), outputs.__getitem__)
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
 
+        # Only numbers that come from the input are compared.
         depends = any(traced.depends(node, placeholder) for placeholder in placeholders)
-        if (
-            depends
-            and isinstance(output, Tensor)
-            and output.is_floating_point()
-            and output.numel() > 1
-        ):
-            same = {
-                i: value.reshape(output.shape)
-                for i, value in enumerate(floats)
-                if value.numel() == output.numel()
-            }
-            distances = {
-                i: float((value - output).norm().nan_to_num(math.inf)) for i, value in same.items()
-            }
-            closest[node] = min(distances, key=lambda i: distances[i], default=-1)
-            value = same.get(closest[node], output.mul(math.nan))
-            departures[node] = departure = _departure(traced, node, output, value)
-            if departure.relative_l2 <= similar and node not in without and output.is_contiguous():
-                output.copy_(value)
+        if not depends or not isinstance(output, Tensor):
+            continue
+        if not output.is_floating_point() or output.numel() <= 1:
+            continue
+
+        # A file may arrange the same numbers otherwise, so only their count must be the same.
+        candidates = {
+            i: value.reshape(output.shape)
+            for i, value in enumerate(floats)
+            if value.numel() == output.numel()
+        }
+        distances = {
+            i: float((value - output).norm().nan_to_num(math.inf))
+            for i, value in candidates.items()
+        }
+        nearest = _index_of_least(distances)
+        value = candidates.get(nearest, output.mul(math.nan))
+        departure = _departure(traced, node, output, value)
+        closest[node] = nearest
+        departures[node] = departure
+
+        # Written in place, so that views of the output go on with the value, too.
+        if departure.relative_l2 <= similar and node not in without and output.is_contiguous():
+            output.copy_(value)
 
     return departures, closest
 
 
+def _index_of_least(distances: dict[int, float]) -> int:
+    """Return the index of the least distance, or -1 if there is none."""
+    return min(distances, key=lambda index: distances[index], default=-1)
+
+
 def _departure(traced: tracing.Traced, node: fx.Node, output: Tensor, value: Tensor) -> Departure:
-    a = output.double().flatten()
-    b = value.double().flatten()
-    place = int((a - b).abs().nan_to_num(math.inf).argmax())
-    size = float(((a - b).norm() / a.norm().clamp_min(1e-300)).nan_to_num(math.inf))
-    site = str(node.target)
+    """Return how far a value of the result is from an operation's output.
+
+    Args:
+        traced: The network's recorded forward.
+        node: The operation.
+        output: The network's output of the operation.
+        value: The result's value, of the same shape.
+    """
+    expected = output.double().flatten()
+    actual = value.double().flatten()
+    difference = expected - actual
+    index = int(difference.abs().nan_to_num(math.inf).argmax())
+    relative_l2 = (difference.norm() / expected.norm().clamp_min(1e-300)).nan_to_num(math.inf)
+
+    # A function is named by itself, and its site is the module whose forward calls it.
+    target = str(node.target)
+    site = target
     kind = type(traced.module(node)).__name__
     if node.op != "call_module":
-        site, kind = "".join(node.meta["inside"][-1:]), getattr(node.target, "__name__", site)
-    return Departure(site, kind, size, float(a[place]), float(b[place]))
+        site = "".join(node.meta["inside"][-1:])
+        kind = getattr(node.target, "__name__", target)
+    return Departure(
+        site=site,
+        kind=kind,
+        relative_l2=float(relative_l2),
+        network=float(expected[index]),
+        result=float(actual[index]),
+    )
