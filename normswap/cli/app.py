@@ -78,7 +78,7 @@ class CommandGroup(typer.core.TyperGroup):
     def get_params(self, ctx: Clicks) -> Clicks:
         """Return the options, of which flags that are not given are false.
 
-        typer would import pydantic to find that out, which takes 0.1 s.
+        Left to itself, typer would import pydantic to see that, which takes 0.1 s.
         """
         params = _without_values(super().get_params(ctx))
         for option in params:
@@ -87,6 +87,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 def _without_values(params: Clicks) -> Clicks:
+    """Return a command's parameters, of which flags have no placeholder of a value in --help."""
     for option in params:
         if getattr(option, "is_flag", False):
             option.metavar = ""
@@ -94,11 +95,15 @@ def _without_values(params: Clicks) -> Clicks:
 
 
 def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Return a command's `run` as typer takes it: called with options, it passes on dataclasses.
+    """Return a command's `run` in the form that typer takes: with one argument for each option.
 
     Options that several commands share are a dataclass, written once. Typer knows only options one
-    by one, so it is shown a signature in which each dataclass is replaced by its fields. A
-    dataclass's `GROUP` is the heading in --help of the options that it adds.
+    by one, so it is shown a signature in which each dataclass is replaced by its fields. The
+    function that is returned builds the dataclasses again and calls `run`. A dataclass's `GROUP` is
+    the heading in --help of the options that it adds.
+
+    Args:
+        run: The function of a command, whose arguments are options or dataclasses of options.
     """
     records: dict[str, type[Any]] = {}
     options: list[inspect.Parameter] = []
@@ -114,6 +119,7 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
                 argument.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=_escaped(kind))
             )
 
+    # What typer calls: it takes the options of all records one by one.
     @functools.wraps(run)
     def flattened(**options: object) -> int | None:
         early_checks.check(options)
@@ -133,7 +139,14 @@ def _given(record: type[Any]) -> list[Field[Any]]:
 
 
 def _option(record: type[Any], field: Field[Any], hint: object) -> inspect.Parameter:
-    """Return a field of a dataclass as an option; its panel is that of the class that adds it."""
+    """Return a field of a dataclass as an option.
+
+    Args:
+        record: The dataclass. Its base that adds the field says under which heading the option
+            stands in --help.
+        field: The field.
+        hint: The field's type, with typer's record of the option.
+    """
     owner = next(base for base in record.__mro__ if field.name in inspect.get_annotations(base))
     default = inspect.Parameter.empty if field.default is MISSING else field.default
     return inspect.Parameter(
@@ -211,12 +224,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         open_standard_streams()
         sys.excepthook = _print_traceback
         argv = sys.argv[1:]
+
     arguments = list(argv)
     fail = _fail_as_json if "--json" in arguments else _fail
     if "--debug" in arguments:
         arguments.remove("--debug")
         fail = _fail_with_traceback
 
+    # A wrong result is a NormswapError, too, so it is caught before the others.
     try:
         with quiet(), command_line(), _notes_on_stderr():
             if "" in arguments:
@@ -243,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _notes_on_stderr() -> Iterator[None]:
-    """Print each note on what a killed run left behind, once."""
+    """Print each note on what a killed run left behind on stderr, once, while a command runs."""
     printed: set[str] = set()
 
     def show(
@@ -265,6 +280,7 @@ def _notes_on_stderr() -> Iterator[None]:
 
 
 def _fail(message: str) -> int:
+    """Print an error in one line on stderr; return exit code 2."""
     say_aside(f"error: {' '.join(message.split())}")
     return 2
 
@@ -290,6 +306,7 @@ def _usage(error: Any) -> str:
 
 
 def _fail_with_traceback(message: str) -> int:
+    """Print the traceback of the error that is handled, then the error; return exit code 2."""
     error: BaseException | None = sys.exc_info()[1]
     while error is not None:
         # Errors of one line hide what they were raised for.
@@ -302,11 +319,18 @@ def _fail_with_traceback(message: str) -> int:
 def _print_traceback(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the traceback of a bug as Python does, with what the error quotes made printable."""
+    """Print the traceback of a bug as Python does, with what the error quotes made printable.
+
+    Args:
+        kind: The error's class.
+        error: The error.
+        trace: Where it was raised.
+    """
     say_aside("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), lines=True)
 
 
 def _version(is_asked: bool) -> None:
+    """Print the version and leave, if the option --version is given."""
     if is_asked:
         say(f"normswap {normswap.__version__}")
         raise typer.Exit

@@ -240,7 +240,14 @@ class ImageOpening(Opening):
         return state(model, self.stated())
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
-        """Return the network `name`, opened by these options (see `Opening.open`)."""
+        """Return a network that is opened by these options, with its preprocessing stated.
+
+        Args:
+            name: A MODEL.
+            device: The device to place the network on.
+            runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
+        """
+        # A preprocessing that no image can have is refused before the network is opened.
         self.stated()
         return self.state(Opening.open(self, name, device=device, runs=runs))
 
@@ -347,7 +354,8 @@ def open_model(
         runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
         asked: The keywords of `checkpoint.open_model`.
     """
-    # What normswap wrote opens by the record in its header.
+    # Options that do not go together are refused before anything is imported. What normswap wrote
+    # opens by the record in its header.
     recorded = (".safetensors", *kinds.EXPORTED)
     if not Path(name).is_dir() and Path(name).suffix.lower() not in recorded:
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))

@@ -57,7 +57,7 @@ def show(
 
 
 def _print_all(body: object, print_body: Callable[[], None]) -> None:
-    """Call `print_body`; where stdout takes nothing, a command that has written files succeeds.
+    """Print; if stdout takes no text, a command that has written its files succeeds all the same.
 
     Args:
         body: The records of the command, some of which name what it has written.
@@ -148,6 +148,9 @@ def facts(*pairs: tuple[str, object]) -> None:
     """Print names and values in two columns; a pair without a value is left out.
 
     A pipe gets the longest word whole, so that a path is never cut.
+
+    Args:
+        pairs: The name and the value of each line.
     """
     from rich.table import Table
 

@@ -231,6 +231,7 @@ def by_parts(
     lent: dict[nn.Module, dict[str, Tensor]] = {}
     ready: dict[int, Tensor] = {}
 
+    # Before a replaced module runs, it is built in float64.
     @_unseen
     def make(module: nn.Module, _args: object) -> None:
         assert replacements is not None
@@ -239,6 +240,7 @@ def by_parts(
             {id(old): doubles[name].detach() for name, old in _tensors(module) if name in doubles}
         )
 
+    # A module gets float64 tensors when its forward begins: those that were built, or casts.
     @_unseen
     def lend(module: nn.Module, _args: object) -> None:
         tensors_of_module = {**module._parameters, **module._buffers}
@@ -255,6 +257,7 @@ def by_parts(
                 double_tensor = tensor.data.double()
             _put(module, name, double_tensor)
 
+    # It gets its own tensors back when its forward ends.
     @_unseen
     def back(module: nn.Module, *_: object) -> None:
         for name, tensor in lent.pop(module).items():
@@ -386,7 +389,13 @@ def _is_near(value: Tensor, other: Tensor) -> bool:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a module another tensor under a name; a parameter keeps its identity."""
+    """Give a module another tensor under a name; a parameter keeps its identity.
+
+    Args:
+        module: The module that owns the tensor.
+        name: The name of a parameter or buffer of the module.
+        tensor: The new values.
+    """
     parameter = module._parameters.get(name)
     if parameter is not None:
         parameter.data = tensor

@@ -107,7 +107,7 @@ def channels(module: nn.Module) -> int:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why the s and t of this norm cannot be read, or None when they can."""
+    """Return why s and t of a module cannot be read, or None if they can."""
     class_name = type(module).__name__
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which would be lost with it"
@@ -228,6 +228,10 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
     The magnitude is positive, so it passes a ReLU. A channel with s = 0, or so small that t / s
     overflows `dtype`, becomes a constant: sign 0 and magnitude 1.
+
+    Args:
+        module: A module whose s and t can be read.
+        dtype: The dtype that the shift must fit into.
     """
     scale, shift = read_map(module)
 

@@ -287,7 +287,14 @@ def _eps_candidates(module: nn.Module) -> list[float]:
 
 
 def _is_batchnorm_output(norm: nn.Module, x: Tensor, y: object, eps: float) -> bool:
-    """Whether y equals the output for x (N, C, ...) of a BatchNorm with the tensors of `norm`."""
+    """Whether a module's output equals the output of the BatchNorm that has the same tensors.
+
+    Args:
+        norm: The module, which owns weight, bias, running_mean and running_var, each (C,).
+        x: Its input (N, C, ...), in float64.
+        y: Its output.
+        eps: The epsilon of the BatchNorm.
+    """
     tensors: dict[str, Tensor] = {name: getattr(norm, name) for name in _TENSORS}
     scale = tensors["weight"] * torch.rsqrt(tensors["running_var"] + eps)
     shift = tensors["bias"] - tensors["running_mean"] * scale

@@ -49,7 +49,14 @@ class _FirstConvolution(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Run a function, or record the call and stop the forward if it is a convolution."""
+        """Run a function, or record the call and stop the forward if it is a convolution.
+
+        Args:
+            func: The function of torch that the forward calls.
+            types: Classes of tensors, which nothing here depends on.
+            args: The call's positional arguments.
+            kwargs: The call's keyword arguments.
+        """
         kwargs = kwargs or {}
         if func not in _CONV_FUNCTIONS:
             return func(*args, **kwargs)
@@ -180,6 +187,7 @@ def pads(layer: _ConvNd) -> bool:
 
 
 def _has_zeros(widths: Sequence[Widths]) -> bool:
+    """Whether a padding adds zeros at any side of any dimension."""
     return any(begin or end for begin, end in widths)
 
 

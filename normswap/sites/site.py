@@ -129,10 +129,10 @@ class Site:
         return f"what a {self.kind} does in training is unknown"
 
     def together(self, count: int) -> list[int]:
-        """Return into how many samples each the norm splits a batch in training.
+        """Return the sizes of the groups into which the norm splits a batch in training.
 
-        BatchNorm takes the statistics of all samples together, and InstanceNorm those of each
-        sample. Ghost batch norm takes those of some.
+        Samples of one group share their statistics. BatchNorm makes one group of all samples, and
+        InstanceNorm one of each sample. Ghost batch norm makes several.
 
         Args:
             count: The number of samples of the batch.
@@ -186,7 +186,7 @@ class Site:
 
     @property
     def has_moments(self) -> bool:
-        """Whether the norm keeps the mean and variance of its input."""
+        """Whether the norm keeps the mean and variance of its input as tensors of its own."""
         return affine.has_moments(self.module)
 
     @cached_property
@@ -261,6 +261,7 @@ class Site:
         """Whether each sample has one value per channel here, at every size of the input."""
         if not self.shapes:
             return False
+        # Rows (N, C) have one value at any size. A map of 1 x 1 may be larger for another input.
         if all(len(shape) == 2 for shape in self.shapes):
             return True
         return self.sizes_are_known and all(prod(shape[2:]) == 1 for shape in self.shapes)

@@ -32,8 +32,11 @@ def check(step: Step) -> None:
     Args:
         step: A step, which may have been edited by hand.
     """
-    by_reads = {read: edit for edit in step.edits for read in edit.reads}
     by_path = {edit.path: edit for edit in step.edits}
+    by_reads: dict[str, Edit] = {}
+    for edit in step.edits:
+        by_reads.update(dict.fromkeys(edit.reads, edit))
+
     for edit in step.edits:
         layer = applying.layer_of(edit)
         _check_arguments(edit, layer, edit.layer, edit.args)

@@ -146,11 +146,20 @@ def _file_contender(file: ExportedFile, network: nn.Module | None) -> Contender:
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
+    """Return log-softmax of logits, which is expected of a file that answers with probabilities."""
     return logits.log_softmax(-1)
 
 
 def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
-    """Return the size of one input without the batch; a network must take one tensor of numbers."""
+    """Return the size of one input without the batch.
+
+    Args:
+        name: The MODEL, for the error.
+        network: The network.
+
+    Raises:
+        OptionError: The network takes more than one tensor, or whole numbers.
+    """
     from normswap.models import network_input
 
     drawn = network_input.drawn_calls(network)
@@ -170,6 +179,11 @@ def _networks(
     name: str, opening: Opening, device: torch.device
 ) -> tuple[nn.Module, list[Contender], list[str]]:
     """Open a MODEL, and fold it.
+
+    Args:
+        name: A MODEL.
+        opening: How it is opened.
+        device: The device that it runs on.
 
     Returns:
         The network; the network and the folded one as contenders; a note if it cannot be folded.
@@ -203,7 +217,13 @@ def _networks(
 
 
 def _network_contender(form: str, network: nn.Module, device: torch.device) -> Contender:
-    """Return a network in PyTorch as a contender; `form` is the name of its scheme."""
+    """Return a network in PyTorch as a contender.
+
+    Args:
+        form: The name of the network's scheme.
+        network: The network.
+        device: The device that it runs on.
+    """
     from normswap.benchmarking.timing import Contender
     from normswap.models import calling
     from normswap.models.network_input import answer

@@ -143,6 +143,12 @@ def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening
 
     A run can then be continued from its folder alone. A network whose weights are a file is not
     written in: a recipe names networks, and has no key for a file. The run needs the MODEL again.
+
+    Args:
+        recipe: The recipe.
+        model: The MODEL of the command line, if there is one.
+        data: The images of --data, if they are given.
+        opening: How the MODEL is opened.
     """
     from normswap.training.recipe import RecipeNetwork
 

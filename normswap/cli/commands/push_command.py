@@ -69,7 +69,13 @@ def run(
 
 
 def _measured(directory: Path, images: Images, *, trust_factory: bool) -> Accuracy:
-    """Return top-1 of the network in a directory on the images that the user has named."""
+    """Return top-1 of the network in a directory on the images that the user has named.
+
+    Args:
+        directory: The directory, which `normswap convert` wrote.
+        images: The images.
+        trust_factory: Whether the factory that the directory names may be imported.
+    """
     with working(f"loading {directory}"):
         from normswap.images.accuracy import evaluate
         from normswap.models import devices

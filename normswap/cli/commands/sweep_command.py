@@ -165,7 +165,12 @@ def trainer(
 
 
 def _print(words: Sequence[str], body: Body) -> None:
-    """Print the table of learning rates; `words` are those that name the network and the keys."""
+    """Print the table of learning rates, and the command that trains at the best.
+
+    Args:
+        words: The words of the command line that name the network and the recipe's keys.
+        body: The record of the command.
+    """
     from normswap.training.sweep import Line
 
     lines = [Line(**line) for line in body["lines"]]

@@ -137,6 +137,7 @@ def _of_directory(
             checkpoint.load(directory, weights=weights, trust_factory=opening.trust_factory),
             images.device,
         )
+
     name = against or reverification.recorded(result, directory)
     if against:
         source = opening.open(against, device=images.device)
@@ -183,7 +184,16 @@ def _is_trained(directory: Path) -> bool:
 
 
 def _recorded_source(name: str, result: nn.Module, device: str) -> nn.Module:
-    """Open the source that a network's record names."""
+    """Open the source that a network's record names.
+
+    Args:
+        name: The source's name.
+        result: The converted network, whose record says how the source is opened.
+        device: The device to place the source on.
+
+    Raises:
+        SourceError: The source cannot be opened.
+    """
     from normswap.surgery import reverification
 
     try:
@@ -222,7 +232,17 @@ def _compare_compiled(
 def _of_file(
     file: ExportedFile, against: str | None, images: Images, opening: ImageOpening
 ) -> Body:
-    """Compare an exported file with its source; return the record that --json prints."""
+    """Compare an exported file with its source; return the record that --json prints.
+
+    Args:
+        file: The file.
+        against: The MODEL to compare with.
+        images: Images to compare on, if there are any.
+        opening: How `against` is opened.
+
+    Raises:
+        OptionError: No MODEL is named.
+    """
     from normswap.exporting import exported_file
 
     if against is None:
@@ -267,7 +287,12 @@ def _print(body: Body) -> None:
 
 
 def _print_report(body: Body, compared: tuple[tuple[str, object], ...]) -> None:
-    """Print what two networks were compared by; `compared` names the two."""
+    """Print the comparison of two networks.
+
+    Args:
+        body: The record of the command.
+        compared: The first lines, which name the two networks.
+    """
     report = body["report"]
     result = verdict(report)
     if body["data"] and not report["exact"]:
