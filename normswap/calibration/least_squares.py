@@ -82,6 +82,8 @@ class Moments:
         """
         self.waiting.append((_about(x, self.x0), _about(y, self.y0)))
         self.count += self.waiting[-1][0].shape[1]
+
+        # Products of many rows at once are faster, so rows wait until there are enough.
         if sum(rows.shape[1] for rows, _ in self.waiting) >= min(
             _BLOCK, _NUMBERS // max(self.x.numel(), 1)
         ):

@@ -48,6 +48,8 @@ class Interpreter:
         self.nodes = self.traced.nodes
         self.records: dict[str, Traced] = {}
         self.index = {node: i for i, node in enumerate(self.nodes)}
+
+        # The index of the last node that reads each value.
         self.last: dict[fx.Node, int] = {}
         for i, node in enumerate(self.nodes):
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
@@ -64,12 +66,11 @@ class Interpreter:
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)
-            ways = [
+            new_path, first_path = (
                 [(node.name, str(node.target)) for node in nodes]
                 for nodes in (record.nodes, self.nodes)
-            ]
-
-            if ways[0] != ways[1]:
+            )
+            if new_path != first_path:
                 why = "the way depends on how many there are, too" * example.listed
                 raise SourceError(
                     f"images of size {example} take another way through the network", why

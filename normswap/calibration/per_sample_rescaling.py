@@ -117,11 +117,12 @@ def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
 
     Norms whose inputs have the same shape share one descent, which takes fewer calls of torch.
     """
-    alike: dict[torch.Size, list[str]] = {}
+    by_shape: dict[torch.Size, list[str]] = {}
     for path, norm_inputs in inputs.items():
-        alike.setdefault(norm_inputs.means.shape[1:], []).append(path)
+        by_shape.setdefault(norm_inputs.means.shape[1:], []).append(path)
+
     scales: dict[str, Tensor] = {}
-    for paths in alike.values():
+    for paths in by_shape.values():
         together = NormInputs.joined([inputs[path] for path in paths]).least_costly()
         scales |= dict(
             zip(paths, together.split([inputs[path].var.numel() for path in paths]), strict=True)
@@ -169,11 +170,15 @@ class NormInputs:
         _, variance = site_of(norm).input_moments
         effect = scale.square()
         effect = effect / effect.max().clamp_min(1e-30)
+
+        # Take the moments about the mean over all images.
         centre = means.mean(0)
         apart = means - centre
         # A mean square is no smaller than the squared mean. Rounding can make it smaller in a
         # constant channel, whose mean would then outweigh all others.
         squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
+
+        # Part the channels into groups, and scale each to its running variance.
         centred, squares = (
             value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares)
         )
@@ -183,6 +188,7 @@ class NormInputs:
         squares = squares * ratio.square()
         mean_var = var.mean(1, keepdim=True)
         own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(site_of(norm).eps)
+
         # A group of constant channels gets the variance 1.
         constant = mean_var <= 1e-30
         centred = torch.where(constant[:, None], 0.0, centred)

@@ -192,12 +192,15 @@ def _add_input(sums: _Sums, site: Site, norm: nn.Module, args: tuple[Tensor, ...
         SourceError: The norm sees one value per channel.
     """
     path = site.path
+    # A norm may take its statistics over a part of the batch only (`Site.together`).
     for batch in args[0].split(site.together(len(args[0]))):
         values = batch.detach().double().transpose(0, 1).flatten(1)
         if values.shape[1] < 2:
             raise SourceError(
                 f"{path} sees one value per channel in a batch", "its variance is not defined"
             )
-        squares = values.unflatten(1, (len(batch), -1)).mean(2).square().mean(1)
-        both, number = sums.get(path, (torch.zeros(3, len(values)).to(values), 0))
-        sums[path] = both + torch.stack([values.mean(1), values.var(1), squares]), number + 1
+
+        square_of_means = values.unflatten(1, (len(batch), -1)).mean(2).square().mean(1)
+        moments = torch.stack([values.mean(1), values.var(1), square_of_means])
+        total, number = sums.get(path, (torch.zeros(3, len(values)).to(values), 0))
+        sums[path] = total + moments, number + 1

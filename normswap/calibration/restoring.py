@@ -215,6 +215,7 @@ def _set(
     factor = torch.ones_like(mean)
     if not means_only:
         deviation = torch.stack([target.variance.sqrt() for target in targets]).mean(0)
+        # A channel that is constant, now or in the references, keeps its scale.
         varies = (current.variance > _CONSTANT * deviation.square()) & (
             deviation > _EQUAL * mean.abs()
         )

@@ -32,7 +32,7 @@ def fits(module: nn.Module) -> bool:
 def patches(
     layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return what a layer reads and what it should give, at the same p positions of all images.
+    """Return a layer's inputs and target outputs at the same p positions of all images.
 
     Args:
         layer: A convolution or a linear map.
@@ -42,8 +42,8 @@ def patches(
         generator: Draws the positions.
 
     Returns:
-        Patches (N, G, p, f) and targets (N, G, p, o). G counts the layer's groups; f runs as in the
-        layer's weight.
+        Patches (N, G, p, f) and targets (N, G, p, o). G counts the layer's groups. The f inputs
+        have the order of the layer's weight.
     """
     if isinstance(layer, nn.Linear):
         x = x.reshape(len(x), -1, x.shape[-1])
@@ -54,11 +54,12 @@ def patches(
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
     read = _read(layer, x, torch.unravel_index(places, sides))
-    read = read.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
-    targets = (
-        y.flatten(2)[:, :, places.to(y.device)].unflatten(1, (layer.groups, -1)).transpose(2, 3)
-    )
+    targets = y.flatten(2)[:, :, places.to(y.device)]
 
+    # Part the channels into groups: (N, C, p, taps) becomes (N, G, p, f), and (N, O, p) becomes
+    # (N, G, p, o).
+    read = read.unflatten(1, (layer.groups, -1)).transpose(2, 3).flatten(3)
+    targets = targets.unflatten(1, (layer.groups, -1)).transpose(2, 3)
     return read, targets
 
 
@@ -76,7 +77,7 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
 
 
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """Return what a convolution reads at some positions of its output, (N, C, p, taps).
+    """Return the inputs of a convolution at some positions of its output, (N, C, p, taps).
 
     No padded copy is made: positions in the padding are multiplied by 0.
 
@@ -87,8 +88,9 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
     """
     maps, padding = own_forwards.input_and_padding(conv, x)
     sides = maps.shape[2:]
-    flat = torch.zeros(1, dtype=torch.long)
 
+    # Dimension by dimension, find each tap's index in the flattened map, and whether it is inside.
+    flat = torch.zeros(1, dtype=torch.long)
     inside = torch.ones(1, dtype=torch.bool)
     for side, positions in enumerate(at):
         tap = torch.arange(conv.kernel_size[side]) * conv.dilation[side]

@@ -361,6 +361,7 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
             normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), at
         )
         y = s[:, None] * columns(before, at) + t[:, None]
+        # A sum behind the norm has another arm, whose difference the norm must make up for.
         if place.end.arms:
             their_arm, our_arm = place.end.arms
             y = y + columns(theirs[their_arm.name], at) - columns(ours[our_arm.name], at)
@@ -388,6 +389,7 @@ def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
         rows = (our_input, plain(their_input.clone()))
         line.add(*(value.double().transpose(0, 1).flatten(1) for value in rows))
 
+    # gamma (x - mean) / sqrt(var + eps) + beta is the line: slope x + offset.
     mean, variance = line.moments()
     slope, offset = line.fitted()
     module.running_mean.copy_(mean)

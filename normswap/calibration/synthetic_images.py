@@ -90,13 +90,12 @@ def make(
             "synthetic images cannot be made", "the network takes more than images, or none", remedy
         )
     like = anchor(model)
-
     batches: list[Tensor] = []
-
     total = COUNT // BATCH
     for i in range(total):
         generator = torch.Generator().manual_seed(seed * total + i)
         white = torch.randn(BATCH, *size, generator=generator).to(like.device).requires_grad_()
+        # The factor gives the first images unit variance. It then stays the same.
         level = 1 / coloured(white.detach()).std()
 
         optimizer = torch.optim.Adam([white], lr=RATE)
@@ -144,9 +143,13 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
         site = site_of(norm)
         scale, shift = (value.to(x) for value in site.standardization)
         variance, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
-        kept_deviation = site.input_moments[1].to(variance).sqrt() * scale
+        _, running_variance = site.input_moments
+
+        # In units of the running deviation, the running mean is 0.
+        mean_error = mean * scale + shift
+        kept_deviation = running_variance.to(variance).sqrt() * scale
         deviation_error = (variance * scale.square() + 1e-12).sqrt() - kept_deviation
-        distances.append(((mean * scale + shift).square() + deviation_error.square()).mean())
+        distances.append((mean_error.square() + deviation_error.square()).mean())
 
     with hooked(norm.register_forward_pre_hook(compare) for norm in norms):
         yield distances
@@ -186,34 +189,46 @@ def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     channels, *sides = size
-    per = (count, *(1,) * (len(sides) + 1))
+    # The shape of one number per image, which broadcasts to the images.
+    per_image = (count, *(1,) * (len(sides) + 1))
 
     def drawn(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator)
 
-    places = torch.stack(
+    positions = torch.stack(
         torch.meshgrid(*(torch.linspace(0, 1, side) for side in sides), indexing="ij")
     )
-    images = drawn(count, channels, *per[2:]).expand(count, *size)
-    vivid = drawn(*per)
+    images = drawn(count, channels, *per_image[2:]).expand(count, *size)
+    vividness = drawn(*per_image)
     for i in range(LEAVES):
-        span = SMALLEST**-2 + drawn(count) * (LARGEST**-2 - SMALLEST**-2)
+        # Draw a radius r for each image, with a density that falls as r^-3: 1 / r^2 is uniform.
         # The first leaves are large, so that no pixel stays empty.
-        radius = LARGEST * (0.3 + 0.7 * drawn(count)) if i < LEAVES // 10 else span**-0.5
-        turn = torch.randn(count, len(sides), len(sides), generator=generator)
-        turn = (
-            turn
-            / turn.det().abs().clamp_min(0.05).view(-1, 1, 1) ** (1 / len(sides))
+        inverse_square = SMALLEST**-2 + drawn(count) * (LARGEST**-2 - SMALLEST**-2)
+        radius = LARGEST * (0.3 + 0.7 * drawn(count)) if i < LEAVES // 10 else inverse_square**-0.5
+
+        # A random linear map, scaled to the radius, turns and stretches the leaf.
+        shape_map = torch.randn(count, len(sides), len(sides), generator=generator)
+        shape_map = (
+            shape_map
+            / shape_map.det().abs().clamp_min(0.05).view(-1, 1, 1) ** (1 / len(sides))
             / radius.view(-1, 1, 1)
         )
-        away = places - drawn(count, len(sides)).view(count, -1, *per[2:])
-        away = torch.einsum("nij,nj...->ni...", turn, away)
-        far = torch.where(
-            drawn(*per) < 0.5, away.square().sum(1, keepdim=True), away.abs().amax(1, keepdim=True)
+
+        # A position is in the leaf if its offset from the centre, after the map, is shorter than 1.
+        # Half of the leaves are ellipses, half are parallelograms.
+        offset = positions - drawn(count, len(sides)).view(count, -1, *per_image[2:])
+        offset = torch.einsum("nij,nj...->ni...", shape_map, offset)
+        length = torch.where(
+            drawn(*per_image) < 0.5,
+            offset.square().sum(1, keepdim=True),
+            offset.abs().amax(1, keepdim=True),
         )
-        colour = drawn(*per) + vivid / 2 * (drawn(count, channels, *per[2:]) - 0.5)
-        shade = (drawn(*per) - 0.5) / 2 * away[:, :1]
-        images = torch.where(far < 1, colour + shade, images)
-    grain = pink(count, size, seed) * (0.02 + 0.13 * drawn(*per))
+
+        # The leaf covers the leaves before it. Its brightness changes along one direction.
+        colour = drawn(*per_image) + vividness / 2 * (drawn(count, channels, *per_image[2:]) - 0.5)
+        shade = (drawn(*per_image) - 0.5) / 2 * offset[:, :1]
+        images = torch.where(length < 1, colour + shade, images)
+
+    grain = pink(count, size, seed) * (0.02 + 0.13 * drawn(*per_image))
     images = (images + grain - 0.5).clamp(-0.5, 0.5)
     return images / images.std()

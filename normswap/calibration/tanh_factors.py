@@ -67,11 +67,14 @@ def choose_factors(
             # The network was not trained on dead leaves, so channels have other deviations on them.
             # The input of the tanh is whitened: on images like those of the training it has 1.
             values[path] = x / x.std(1, keepdim=True).clamp_min(1e-30)
+
     for path, x in values.items():
         alpha = alphas[path]
         straight = layers[path]
         bent = without_lead(result.get_submodule(path))
         factor = factors(x, alpha).double().to(straight.weight.device)
+
+        # The layer in front multiplies the input by the factor, and gamma compensates it.
         for network in (target, result):
             rescale_output(rescaling_layer(network, path, holders), factor)
         straight.weight.copy_(straight.weight.double() / factor)
@@ -87,12 +90,16 @@ def factors(x: Tensor, alpha: float) -> Tensor:
         x: Values of each channel, (C, n).
         alpha: The alpha of the tanh.
     """
+    # A channel may lose no more than one with normal values of deviation 1.
     quantiles = torch.special.ndtri((torch.arange(NORMAL) + 0.5) / NORMAL)[None]
     most = lost(quantiles, torch.tensor([alpha]))
+
+    # Step k stands for the factor 2^(-k / STEPS). The first step that loses little enough is found.
     low = torch.zeros(len(x))
     high = torch.full((len(x),), float(STEPS * OCTAVES))
     while bool((low < high).any()):
         middle = ((low + high) / 2).floor()
+        # NaN is not greater than `most`, so a channel with NaN always fits and gets the factor 1.
         fits = ~(lost(x, alpha * 2 ** (-middle / STEPS)) > most)
         low = torch.where(fits, low, middle + 1)
         high = torch.where(fits, middle, high)

@@ -213,10 +213,12 @@ class _Moments:
     ) -> None:
         """Add a call of the convolution to the moments: a forward hook."""
         read, written = patches(layer, args[0], output, PLACES, self.generator)
+        # A filter's mean multiplies the sum over the kernel's positions of each input channel.
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
         x, y = (rows.transpose(0, 1).flatten(1, 2) for rows in (read, written))
         if self.at is None:
             self.at = x.mean(1, keepdim=True)
+
         # The products take most of the time of wide layers, so they are in float32.
         x = x - self.at
         y = y.double()
@@ -230,15 +232,16 @@ class _Moments:
         """Return the loss of the convolution, whose input channels `reads` assigns to factors."""
         mean = self.x / self.count
         width = self.x.shape[1]
-        spread = self.xx / self.count - mean[:, :, None] * mean[:, None]
-        level = spread.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
+        covariance = self.xx / self.count - mean[:, :, None] * mean[:, None]
+        mean_variance = covariance.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
         # With few rows correlations may be chance, so the fewer rows, the more is added to the
         # diagonal.
-        spread = spread + (width / self.count * level + 1e-30) * torch.eye(width).to(spread)
-        sums = effective_weight(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
-        variance = (self.yy / self.count - (self.y / self.count).square()).sum()
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(spread))
-        lost = (sums.transpose(1, 2) @ sums).float().cpu()
+        ridge = width / self.count * mean_variance + 1e-30
+        covariance = covariance + ridge * torch.eye(width).to(covariance)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
         inverse = inverse.float().cpu()
 
+        means = effective_weight(layer).double().flatten(2).mean(2).unflatten(0, (layer.groups, -1))
+        lost = (means.transpose(1, 2) @ means).float().cpu()
+        variance = (self.yy / self.count - (self.y / self.count).square()).sum()
         return Loss(reads, lost, inverse, float(variance) + 1e-30)

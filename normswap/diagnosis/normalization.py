@@ -345,6 +345,7 @@ def _divergence(image_moments: Tensor, mean: Tensor, var: Tensor) -> float:
     shift = (observed_mean - mean).square() / (var + 1e-12)
     divergences = ((ratio - 1 - ratio.log() + shift) / 2).sort().values
 
+    # The tenth of the channels that differ least, and the tenth that differ most, are left out.
     tenth = len(divergences) // 10
     return float(divergences[tenth : len(divergences) - tenth].mean())
 

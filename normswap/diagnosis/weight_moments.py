@@ -140,6 +140,7 @@ def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair |
     if type(module).forward not in _LINEAR_FORWARDS or len(pair[0]) != weight.shape[1] * groups:
         return None
 
+    # The inputs count as independent, so the output's variance is the sum of W^2 var.
     mean, var = (moment.reshape(groups, -1, 1) for moment in pair)
     filters = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
     output_mean = (filters.sum(3) @ mean).flatten()

@@ -82,6 +82,7 @@ def nodes(file: Path) -> dict[str, int]:
     kinds = []
     for plan in _program(file).execution_plan:
         for step in (step for chain in plan.chains or [] for step in chain.instructions):
+            # An instruction calls a delegate such as XNNPACK, or an operator, or does neither.
             called = step.instr_args
             if hasattr(called, "delegate_index"):
                 kinds.append(plan.delegates[called.delegate_index].id)

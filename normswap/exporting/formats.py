@@ -72,15 +72,15 @@ class Format:
         extra: The extra of normswap that installs these packages.
         part: The ending of a second file, which lies beside each file. Empty if there is none.
         dtypes: The precisions that it can be written in.
-        notes: A sentence on each precision in this format that a user should read, by precision.
+        notes: A sentence for the user on each precision in this format, by precision.
         any_count: Whether its files can take any number of images at a time.
-        any_input: Whether its files can take other tensors than float32.
+        any_input: Whether its files can take tensors of other types than float32.
         quantizer: The name of the tool that writes it in int8, for messages.
         quantizer_needs: The packages of that tool.
         quantizer_extra: The extra of normswap that installs them.
-        weight_bits: The bits per int8 weight that it can be written with. The first is the default.
+        weight_bits: The allowed bits per int8 weight. The first is the default.
         halves: Whether 7-bit weights are written for every layer except depthwise ones.
-        inside: Whether its runtime tells the values that a file computes on its way.
+        inside: Whether its runtime shows the values that the layers inside of a file compute.
         system: The only `sys.platform` that has its runtime. Empty if every system has it.
     """
 

@@ -141,6 +141,7 @@ class Traced:
                 module = self.modules[str(node.target)]
                 self.calls.setdefault(id(module), []).append(node)
 
+            # Bit i of the mask stands for node i. A node counts as its own ancestor.
             ancestors = 1 << position
             for source in inputs(node):
                 self.users[source].append(node)

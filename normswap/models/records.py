@@ -158,10 +158,10 @@ def _check_size(name: str, shape: list[int]) -> None:
 
 
 def image_record(stated: Mapping[str, object]) -> Body:
-    """Return what is stored of a network's record: the keys of `ImageRecord`, as JSON has them.
+    """Return a network's record as it is stored: the keys of `ImageRecord`, with JSON values.
 
     Args:
-        stated: timm's record, or a network's own. Values that are None are left out.
+        stated: timm's record, or the network's own record. Values that are None are left out.
     """
     names = ImageRecord.model_fields.keys()
     kept = {name: value for name, value in stated.items() if name in names and value is not None}

@@ -193,13 +193,18 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
     """Return the architecture of a config.json, and timm's record of weights and images."""
     architecture, model_args, stated = hub.read_config(file, origin)
     _check_known(architecture)
-    name = architecture.partition(".")[0]
-    registered = _registered(name)
-    of_name = {key: registered.get(key) for key in ("first_conv", "classifier", "fixed_input_size")}
+    name, _, _ = architecture.partition(".")
 
-    cfg = {**_USUAL, **of_name, **stated, "architecture": name}
+    # The file's record comes first, then timm's record of the architecture, then usual values.
+    registered = _registered(name)
+    of_architecture = {
+        key: registered.get(key) for key in ("first_conv", "classifier", "fixed_input_size")
+    }
+    cfg = {**_USUAL, **of_architecture, **stated, "architecture": name}
     channels, *sides = cfg["input_size"]
     cfg["input_size"] = [model_args.get("in_chans", channels), *sides]
+
+    # The user's arguments come first, then the file's, then those that the record implies.
     kwargs = {
         **_untagged(cfg, {}).kwargs,
         "num_classes": cfg["num_classes"],

@@ -428,16 +428,21 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
 
 
 def _mends_itself(model: nn.Module, state: StateDict) -> bool:
-    """Return whether the network's own layers take a state dict with other names, and load it.
+    """Let the network's own layers load a state dict with other names.
 
     Layers may mend old checkpoints while they are loaded, by the version in the file's record.
+
+    Returns:
+        Whether the layers have loaded the state dict.
     """
     own = copying.state_tensors(model)
     shared = state.keys() & own.keys()
+    # torch would cast integers to floating-point numbers, or the other way round, without an error.
     if any(
         state[name].dtype.is_floating_point != own[name].dtype.is_floating_point for name in shared
     ):
         return False
+    # Where all names are the same, there is nothing that a layer could mend.
     if state.keys() == own.keys():
         return False
 
@@ -445,7 +450,7 @@ def _mends_itself(model: nn.Module, state: StateDict) -> bool:
     filled._metadata = state._metadata  # type: ignore[attr-defined]
     try:
         model.load_state_dict(filled)
-    # The layers are the user's, and torch says so where names or shapes do not fit.
+    # The layers may be the user's code, and torch raises an error if names or shapes do not fit.
     except Exception:
         return False
     return True

@@ -189,7 +189,7 @@ def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
     """Return a network filled from a weights file."""
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
-    # The builder states license and test size of the trained weights, which these are not.
+    # The builder states license and test size of its trained weights. They do not hold for a file.
     for key in ("license", *hub.TESTED):
         built.preprocessing.pop(key, None)
     noted = hub.of_architecture(built.model)

@@ -132,11 +132,14 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
     Norms that share a convolution, or fold into several, are left out.
     """
     modules = anatomy.traced.modules
+
+    # Norms that stand, and would fold into a convolution.
     absorbed = {}
     for conv, linear in fold_norms(anatomy).linears.items():
         after = [read for read, absorption in linear.reads if absorption.way is AbsorbMode.AFTER]
         absorbed[conv] = [read for read in after if anatomy.site(read).is_batchnorm]
 
+    # Norms that are gone because a convolution has absorbed them.
     for edit in anatomy.provenance.plan.edits:
         after = [
             read

@@ -404,13 +404,16 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
     """
     points, weights = (torch.from_numpy(array).to(mean) for array in hermite_e.hermegauss(40))
     weights = weights / weights.sum()
+
+    # The points are samples (40, C, 1, 1), so that activations per channel run on them.
     x = (mean + deviation * points[:, None])[:, :, None, None]
     with torch.no_grad():
         for act in acts:
             x = copy.deepcopy(act).eval().to(x)(x.clone())
+
     x = x[:, :, 0, 0]
-    first = weights @ x
-    return first, weights @ (x - first).square()
+    output_mean = weights @ x
+    return output_mean, weights @ (x - output_mean).square()
 
 
 def norm_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | None:
@@ -422,6 +425,8 @@ def norm_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | Non
     site = anatomy.traced.site_at(node)
     if site is not None and site.has_moments:
         return site.output_moments
+
+    # A norm that is gone stood at the node's own path, or at the path of a module around it.
     paths = (str(node.target), *reversed(node.meta["inside"]))
     path = next((path for path in paths if path in anatomy.provenance.original_paths), None)
     return None if path is None else anatomy.kept_moments(path)
