@@ -94,7 +94,7 @@ def is_half(precision: str) -> bool:
 
 
 def base_of(precision: str) -> float:
-    """Return the error that is allowed in any network."""
+    """Return the error that is allowed in any network, whatever rounding does in it."""
     if precision == "float64":
         return FLOAT64_BASE
     if is_half(precision):

@@ -80,7 +80,7 @@ def compare(
         traced: Whether errors are measured at every block of the source, too, and branches checked
             for life.
         keeps_blocks: Whether an exact result claims the values at every block, too. Otherwise
-            blocks are measured, but not judged (a stream without its mean).
+            blocks are measured, but not judged, as where a scheme takes the mean out of a stream.
 
     Raises:
         VerificationError: One of them does not run, or the source differs from run to run.
@@ -463,8 +463,7 @@ class _Comparison:
                 errors.append(self._error_at(site, example, values, others))
             elif moves and site not in paths:
                 # What lies before this layer would be seen nowhere else.
-                size = tuple(example.images.shape)
-                errors.append(Error(site, self.precision, size, math.inf, math.inf))
+                errors.append(self._nothing_at(site, example))
 
         if errors and not self.shows_errors:
             self._say_where_proved(_proved_inside(errors, blocks, are_labels=are_labels))
@@ -666,7 +665,10 @@ class _Comparison:
         return judgement
 
     def _judgement_of_approximate(self) -> Judgement:
-        """Judge a result that claims nothing: its numbers are finite, and there are some."""
+        """Judge a result that does not claim to be exact: its numbers must be finite.
+
+        Some value that changes with the input must have been compared, too.
+        """
         if not all(math.isfinite(error.relative_l2) for error in self.outputs):
             return Judgement(False)
         if not self.shows_errors and not self.sites:
@@ -753,7 +755,7 @@ def _are_labels(value: Tensor) -> bool:
 
 
 def _is_the_same(value: Tensor, other: Tensor | None) -> bool:
-    """Whether both have the same shape and numbers. None is the same as nothing."""
+    """Whether both have the same shape and numbers; false where there is no second value."""
     return other is not None and value.shape == other.shape and bool((value == other).all())
 
 

@@ -67,6 +67,7 @@ class Kept:
         distance = f"relative L2 {self.relative_l2:.1e}"
         if self.agreement is None or self.least is None:
             return f"{distance} on {images}"
+
         sure = f"97.5 % sure: at least {self.least_percent} %"
         # A classifier's scores, on axis 1, need no word.
         answer = ""

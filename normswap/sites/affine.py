@@ -111,12 +111,15 @@ def refusal(module: nn.Module) -> str | None:
     class_name = type(module).__name__
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which would be lost with it"
+
+    # The class decides first, then the forward, then the tensors.
     if _own_affine(module) is not None or _registered_map(module) is not None:
         return None
     if isinstance(module, OwnLayer) and module.NORMALIZES:
         return f"{class_name} bends what it reads"
     if not is_batchnorm(module):
         return f"{class_name} computes its statistics per sample"
+
     if _has_unknown_forward(module):
         return (
             f"{class_name} has a forward of its own, which is not that of a BatchNorm as far as"

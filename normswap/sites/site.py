@@ -186,7 +186,7 @@ class Site:
 
     @property
     def has_moments(self) -> bool:
-        """Whether the norm keeps the mean and variance of its input as tensors of its own."""
+        """Whether the norm keeps the mean and variance of its input."""
         return affine.has_moments(self.module)
 
     @cached_property

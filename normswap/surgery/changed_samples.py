@@ -25,7 +25,7 @@ _SCALES = (0.5, 1.5, 2.0, 0.7)
 
 
 def trial_batches(example: Example) -> Iterator[Example]:
-    """Give the batches to try: four samples with small maps, four as they are, the given batch."""
+    """Yield the batches to try: four samples with small maps, four as they are, the given batch."""
     grown = _grown(example)
     small = grown.map(_shrunk)
     pairs = zip(small.tensors(), grown.tensors(), strict=True)
@@ -101,6 +101,7 @@ def with_other_values(call: Example, rows: Tensor) -> Example:
             ):
                 samples.append(other if is_changed else sample)
             return samples
+
         if not value.ndim or len(value) != count:
             return value
         marks = rows.to(value.device).reshape(-1, *[1] * (value.ndim - 1))

@@ -1,8 +1,8 @@
-"""Other libraries' own deploying, after a conversion: it finds nothing left to do.
+"""After a conversion, the fusing methods of other libraries find nothing left to do.
 
-Ultralytics calls `fuse()` before it predicts, timm `fuse()`, `reparameterize()` or
-`switch_to_deploy()`. They read the statistics of norms, and drop the bias of a convolution in front
-of a norm, as no network has one there before it is folded.
+Ultralytics calls `fuse()` before it predicts. Users of timm call `fuse()`, `reparameterize()` or
+`switch_to_deploy()`. These methods read the statistics of norms. They also drop the bias of a
+convolution in front of a norm, because no network has a bias there before it is folded.
 """
 
 from collections.abc import Iterable
@@ -29,12 +29,13 @@ class AlreadyDone:
 
 
 def keep_as_deployed(model: nn.Module, gone: Iterable[str]) -> None:
-    """Let the fusing methods of the modules around norms that are gone do nothing, in place.
+    """Make fusing methods do nothing, in place, in the modules around norms that are gone.
 
     Args:
         model: The network after a step.
         gone: The paths of norms in whose place something of another class stands.
     """
+    # The paths of all modules around these norms. The network itself has an empty path.
     around: set[str] = set()
     for path in gone:
         parts = path.split(".")

@@ -30,7 +30,7 @@ _CARRIES_BETA = (AbsorbMode.AFTER, AbsorbMode.BEFORE, AbsorbMode.BEFORE_SHIFT, A
 def follow(
     model: nn.Module, edit: Edit, old: nn.Module, reads: Sequence[nn.Module], new: nn.Module
 ) -> None:
-    """Set, in place, what learns in a placed layer, and which of its modules are in training mode.
+    """Set, in place, which parameters of a placed layer learn, and the mode of its modules.
 
     Args:
         model: The network before the step.
@@ -85,7 +85,7 @@ def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Modu
 
 
 def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.Module]) -> bool:
-    """Return whether a parameter of what stands for a linear layer learns.
+    """Return whether a parameter of the layer that takes a linear layer's place learns.
 
     Args:
         name: The parameter's name in the new layer.
@@ -131,7 +131,9 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
 
 
 def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) -> bool:
-    """Return whether a parameter of what stands for a norm, or for another module, learns.
+    """Return whether a parameter of the layer that takes the place of another module learns.
+
+    That module is a norm, or any other module but a linear layer.
 
     Args:
         name: The parameter's name in the new layer.

@@ -305,7 +305,7 @@ class Network:
     def examples(self) -> list[Example]:
         """The calls that a result is proved on.
 
-        Of noise a single call is enough where every size takes the same way through the network.
+        A single call of noise is enough if inputs of every size take the same way through forward.
         """
         if self.inputs is not None:
             return self.calls

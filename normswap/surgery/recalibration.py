@@ -35,7 +35,7 @@ def recalibrate(
     progress: Progress | None = None,
     **record: object,
 ) -> Conversion:
-    """Return a network with the statistics of other images: population statistics (`population`).
+    """Return the network with population statistics that are measured on other images.
 
     Broken statistics (NaN, a variance below zero) are replaced, too.
 

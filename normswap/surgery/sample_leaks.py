@@ -140,7 +140,11 @@ class _Calls:
     later: Example
 
     def changed(self, rows: Tensor) -> _Calls:
-        """Return the batches with other values in some rows."""
+        """Return the batches with other values in some samples.
+
+        Args:
+            rows: Which samples are changed: a bool for each, (N,).
+        """
         return _Calls(with_other_values(self.call, rows), with_other_values(self.later, rows))
 
 
@@ -618,7 +622,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _name(function: Callable[..., object]) -> str:
-    """Return how people write a torch function: F.batch_norm, torch.roll, Tensor.mean."""
+    """Return the name of a torch function as people write it: F.batch_norm, Tensor.mean."""
     name: str = resolve_name(function) or getattr(function, "__name__", repr(function))
     for long, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor.")):
         name = name.replace(long, short)

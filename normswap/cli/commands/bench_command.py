@@ -256,6 +256,7 @@ def _print_batch(title: str, rows: list[Body]) -> None:
         if row["status"] != "ok":
             untimed.append(f"{row['form']}: {row['status']}: {row['reason']}")
             continue
+
         cells = (
             f"{row['form']}, {row['runtime']}",
             f"{row['ms']:.2f}",
@@ -265,5 +266,6 @@ def _print_batch(title: str, rows: list[Body]) -> None:
             f"{row['error']:.0e}",
         )
         timed.append(cells)
+
     table(title, _COLUMNS, timed, right=_COLUMNS[1:])
     listing("not timed", untimed)

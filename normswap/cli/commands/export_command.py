@@ -223,6 +223,7 @@ def _figure_rows(body: Body) -> list[tuple[str, str]]:
     checked = ""
     if body["noise_only"]:
         checked = "on noise only; give --data IMAGES to check it on photographs"
+
     return [
         ("relative L2", distance),
         ("same answer", tables.same_answers(figures)),

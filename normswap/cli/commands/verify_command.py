@@ -278,6 +278,7 @@ def _print(body: Body) -> None:
         )
     else:
         _print_report(body, compared)
+
     if data := body.get("data"):
         _print_data(data)
     for error in body.get("compiled") or ():
@@ -314,6 +315,7 @@ def _print_data(data: Body) -> None:
     agreement = None
     if data["agreement"] is not None:
         agreement = f"{100 * data['agreement']:.2f} %"
+
     facts(
         ("images", data["count"]),
         ("top-1", top1),
