@@ -59,6 +59,7 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     gone: list[str] = []
     # Parameters and plain numbers, which no copy of modules replaces.
     attributes: list[tuple[str, object]] = []
+
     # Innermost paths come first: a layer that stays needs the replacements inside it.
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
@@ -66,6 +67,7 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
         like = _like(model, old, reads, double=double)
         if double:
             reads = _in_double(reads)
+
         if not isinstance(old, nn.Module):
             attributes.append((edit.path, _replacement(edit, old, reads, like)))
             continue
@@ -95,14 +97,15 @@ def _like(
 ) -> torch.Tensor:
     """Return an empty tensor with the dtype and device of what an edit replaces.
 
-    The first floating-point tensor of the replaced module decides, or of the modules that the edit
-    reads, or else the network's own (`calling.anchor`): parts of a network may have other dtypes.
+    The first floating-point tensor of the replaced module decides. If it has none, the modules that
+    the edit reads decide, and then the network itself (`calling.anchor`). Parts of a network may
+    have other dtypes than the whole.
 
     Args:
         model: The network.
-        old: What stands at the edit's path.
+        old: The module, parameter or number at the edit's path.
         reads: The modules that the edit reads.
-        double: Whether the tensor is in float64 whatever they are.
+        double: Whether the tensor is in float64 in any case.
     """
     tensors: list[torch.Tensor] = [old] if isinstance(old, nn.Parameter) else []
     for module in (old, *reads):
@@ -140,8 +143,8 @@ def doubles(
         step: The step.
 
     Returns:
-        For each replaced module a function that builds its replacement in float64, and the step's
-        tensors in float64 by the identity of those they stand for.
+        For each module that the step placed in the result, a function that builds it in float64;
+        and the parameters that the step set, in float64, by the identity of the result's own.
     """
     depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}

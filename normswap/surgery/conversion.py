@@ -306,46 +306,50 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     anatomy = restrict(anatomy, **limits)
 
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
-    alive = any(norm.is_batchnorm for norm in norms)
-    # A target that needs BatchNorms replaces those in the network, and leaves other norms as they
-    # are.
-    complete = alive and target.scheme.starts_from == "batchnorm"
-    averaged = measured and not complete and any(norm.averages for norm in norms)
+    has_batchnorms = any(norm.is_batchnorm for norm in norms)
+    has_lost_norms = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
+    # Images turn norms with statistics per sample into BatchNorms first. But a target that needs
+    # BatchNorms replaces those in the network, and leaves other norms as they are.
+    needs_no_more = has_batchnorms and target.scheme.starts_from == "batchnorm"
+    estimates = measured and not needs_no_more and any(norm.averages for norm in norms)
 
     # The schemes that come before the target, by name.
     before: list[str] = []
-    if averaged:
+    if estimates:
         before.append("estimate")
     if target.scheme.on_branches and any(
         norm_free.ends_in_own_factor(anatomy, block) for block in anatomy.included_blocks
     ):
         before.append("folded")
-    lost = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
-    if target.scheme.starts_from is not None and lost and not (alive or averaged):
+    has_norms = has_batchnorms or estimates
+    if target.scheme.starts_from is not None and has_lost_norms and not has_norms:
         before.append(target.scheme.starts_from)
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
 
-    # Norms where there never were any: measured ones take the target's place.
+    # Where there never were norms, measured ones take the target's place.
     where = target.options.get("where", "norms")
-    if where == "norms" and to == "batchnorm" and measured and not (alive or lost or averaged):
+    never_had_norms = not (has_norms or has_lost_norms)
+    if where == "norms" and to == "batchnorm" and measured and never_had_norms:
         where = "activation"
     if where != "norms":
-        way = [schemes.chosen("measured-batchnorm", {**limits, "where": where})]
+        path = [schemes.chosen("measured-batchnorm", {**limits, "where": where})]
         if target.options["ghost_batch"]:
-            way.append(target)
-        return way + after
+            path.append(target)
+        return path + after
 
-    way = [schemes.chosen(name, limits) for name in before]
-    # The estimated norms are the BatchNorms that were asked for.
-    if not (averaged and to == "batchnorm" and not alive and not options.get("ghost_batch")):
-        way.append(target)
+    # If all BatchNorms are estimated, they are the ones that were asked for.
+    path = [schemes.chosen(name, limits) for name in before]
+    gets_batchnorms = estimates and to == "batchnorm" and not has_batchnorms
+    if not gets_batchnorms or options.get("ghost_batch"):
+        path.append(target)
 
+    # Branches are merged only where there are some that can be.
     if to == "folded" and target.options["branches"] == "merge":
         merging = schemes.chosen("merged-branches", limits)
         if merging.scheme.plan(anatomy).replacements:
-            way.append(merging)
+            path.append(merging)
 
-    return way + after
+    return path + after
 
 
 def _alike(network: Network, to: str, options: Options) -> Conversion:
