@@ -71,6 +71,7 @@ WRONG_PAIRS: dict[str, tuple[Forward, Forward]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("name", WRONG_PAIRS)
 def test_a_wrong_output_is_not_proved(name: str) -> None:
     source, result = WRONG_PAIRS[name]
