@@ -56,8 +56,8 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer of a network by every name.
 
-    Unlike those in its state dict they are the network's own, whatever hooks a layer has, and
-    non-persistent buffers are among them.
+    In a state dict, hooks may replace tensors, and non-persistent buffers are missing. Here all are
+    the network's own tensors.
     """
     named: dict[str, Tensor] = {}
     for path, module in tree(model).items():
@@ -74,7 +74,7 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def twin(model: Module) -> Module:
-    """Return a copy in eval mode for one run; it has the parameters of `model` themselves."""
+    """Return a copy in eval mode for one run, which shares the parameters of `model`."""
     copied = _copy(model, {}, _share_parameter, whole=False)
     for module in tree(copied).values():
         if not isinstance(module, torch.jit.ScriptModule):
@@ -83,7 +83,9 @@ def twin(model: Module) -> Module:
 
 
 def duplicate(model: Module, memo: Memo) -> Module:
-    """Return what `copy.deepcopy` returns, several times as fast; what cannot be copied is shared.
+    """Return a deep copy of a network, several times as fast as `copy.deepcopy`.
+
+    An object that cannot be copied is shared.
 
     Args:
         model: The network to copy.
@@ -164,7 +166,7 @@ def _defines_copying(module: nn.Module) -> bool:
 
 
 def _deepcopied(value: object, memo: Memo) -> bool:
-    """Copy `value` by `copy.deepcopy` into `memo`; return whether that was possible."""
+    """Copy `value` by `copy.deepcopy` into `memo`, and return whether that was possible."""
     # A copy that fails half-way leaves nothing in `memo`.
     attempt: ChainMap[int, Any] = ChainMap({}, memo)
     try:
@@ -188,7 +190,7 @@ def _share_parameter(tensor: Tensor, memo: Memo) -> Tensor:
 
 
 def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
-    """Return the copy of a parameter or buffer; one with a history is cut off from that."""
+    """Return the copy of a parameter or buffer, without its autograd history."""
     # An expanded tensor has one number in several places, and could not be written to.
     is_expanded = tensor.layout is torch.strided and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

@@ -42,9 +42,9 @@ class NormswapError(Exception):
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Let messages spell options as on the command line while this is entered.
+    """Let messages spell options as on the command line inside a `with` block.
 
-    Outside of it they spell options as Python does.
+    Outside of the block they spell options as Python does.
     """
     before = _TYPED.set(True)
     try:
@@ -148,7 +148,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def _visible(character: str, *, lines: bool) -> str:
-    """Return a character, or its escape where it does not show."""
+    """Return a character, or its escape if the character is not visible."""
     if character.isprintable() or (lines and character in "\n\t"):
         return character
     # A blank, such as a no-break space, moves nothing.

@@ -55,7 +55,7 @@ class Provenance:
 
     @functools.cached_property
     def merged_paths(self) -> frozenset[str]:
-        """The paths of modules that were merged with branches, and of what these had absorbed."""
+        """The paths of modules that were merged with branches, and of modules absorbed in them."""
         edits: list[Edit] = []
         for step in self.plan.steps:
             edits += step.edits

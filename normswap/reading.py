@@ -232,7 +232,7 @@ def _check_key(key: object, place: _Place) -> None:
 def _is_text(text: str) -> bool:
     """Return whether a text has no half of a character (a lone surrogate).
 
-    No terminal or file can show one.
+    No terminal or file can show half a character.
     """
     if text.isascii():
         return True
@@ -262,7 +262,7 @@ def validated(adapter: TypeAdapter[Checked], text: str) -> Checked:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first thing that is wrong with a record: its key, then the reason."""
+    """Return the first problem of a record: the key, then the reason."""
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ""
     for key in problem["loc"]:
@@ -287,7 +287,7 @@ def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object.
 
     Raises:
-        UnreadableError: It has a key twice.
+        UnreadableError: The object has a key twice.
     """
     tree = dict(pairs)
     if len(tree) < len(pairs):

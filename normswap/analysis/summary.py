@@ -52,7 +52,7 @@ def of_network(network: Network, source: str) -> Body:
 
 
 def parameters(model: nn.Module) -> int:
-    """Return the number of trainable values; a shared tensor counts once."""
+    """Return the number of trainable values. A shared tensor counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

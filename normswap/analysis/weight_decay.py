@@ -269,7 +269,7 @@ def _spared(model: nn.Module) -> tuple[str, ...]:
 
 
 def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str]]:
-    """Yield the path and the role of every parameter; a shared parameter is yielded once."""
+    """Yield the path and the role of every parameter. A shared parameter is yielded once."""
     gammas = _norm_roles(model, network)
     spared = _spared(model)
     for path, parameter in model.named_parameters():

@@ -171,7 +171,7 @@ def check_contenders(
 def relative_l2(result: Tensor, expected: Tensor) -> float:
     """Return |result - expected| / |expected|.
 
-    It is infinite if the shapes differ, or a value of `result` is not finite.
+    The distance is infinite if the shapes differ, or a value of `result` is not finite.
     """
     if result.shape != expected.shape or not bool(torch.isfinite(result).all()):
         return float("inf")

@@ -132,7 +132,7 @@ def measure(
     batches: Iterable[object],
     progress: Progress | None = None,
 ) -> Measured:
-    """Measure the moments of what each layer reads, in one pass over images in eval mode.
+    """Measure the moments of the input of each layer, in one pass over images in eval mode.
 
     Args:
         model: The network that runs. Nothing in it is changed.

@@ -28,7 +28,7 @@ def parts(batch: Example, device: torch.device) -> list[Example]:
 
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
-    """Yield the batches as calls of the network; each batch is read once.
+    """Yield the batches as calls of the network. Each batch is read once.
 
     Args:
         model: The network that will be called.

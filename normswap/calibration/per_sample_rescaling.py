@@ -169,6 +169,7 @@ class NormInputs:
         scale, _ = site_of(norm).scale_and_shift
         _, variance = site_of(norm).input_moments
         effect = scale.square()
+        # Only the ratios between the costs matter.
         effect = effect / effect.max().clamp_min(1e-30)
 
         # Take the moments about the mean over all images.
@@ -186,6 +187,8 @@ class NormInputs:
         ratio = (var / squares.mean(1).clamp_min(1e-30)).sqrt()[:, None]
         centred = centred * ratio
         squares = squares * ratio.square()
+
+        # The result's eps, in units of the mean variance of all groups, for each group.
         mean_var = var.mean(1, keepdim=True)
         own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(site_of(norm).eps)
 
@@ -259,7 +262,7 @@ class NormInputs:
         return inputs._with_mean_variance(scale * log.detach().exp())
 
     def loss(self, scale: Tensor) -> Tensor:
-        """Return what the images' own statistics cost in each group, (G,).
+        """Return the cost of the images' own statistics in each group, (G,).
 
         With z = scale x, the norm of z, matched to the average image and taken back to x, errs by
         (r - 1) x - r mean(z) / scale. Here r = sqrt((v + eps) / (a sample's variance + eps)), with

@@ -222,7 +222,7 @@ class End:
         return not bool((self.scale.abs() < 1e-6).any())
 
     def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
-        """Return what the layer should give in the result, (N, C, ...).
+        """Return the target of the layer in the result, (N, C, ...).
 
         If the output ends in a sum, that is the source's output plus the difference of the other
         arms.

@@ -64,7 +64,7 @@ class ImageBatches:
     def _cut(self) -> ImageBatches:
         """Return the batches that have the size of the first, cut in `PARTS` if they are too few.
 
-        This is for inputs other than images, which cannot be put together.
+        This is for inputs other than images, because such batches cannot be joined.
         """
         calls = list(self.calls)
         if len(calls) < PARTS:

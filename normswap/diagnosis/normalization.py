@@ -273,7 +273,7 @@ def _fits_all_norms(case: Case, images: Tensor) -> bool:
 
 
 def _mend(case: Case, preparation: _Preparation) -> str:
-    """Return what to type, or to change in the stem, for the network to get such images."""
+    """Return the advice: options to type, or a change of the stem, for such images."""
     mean = _joined(preparation.mean, ".6g")
     std = _joined(preparation.std, ".6g")
     options = f"{flag('image_mean')} {mean} {flag('image_std')} {std}"

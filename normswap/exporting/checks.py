@@ -279,7 +279,7 @@ class _Compared:
     def add(
         self, runs: Runs, tensors: tuple[Tensor, ...], labels: Tensor | None, what: str
     ) -> None:
-        """Run both on a batch, and measure how far they are apart.
+        """Run the network and the file on a batch, and measure the distance of their answers.
 
         Args:
             runs: The file in its runtime.
@@ -390,7 +390,7 @@ class _Compared:
             self.rounding[name].add(value, other)
 
     def figures(self, described: str) -> Figures:
-        """Return what was measured.
+        """Return the measured figures.
 
         The error belongs to the output that exceeds its allowed error the most. Agreement and top-1
         belong to the answer, if one of the outputs is the answer.
@@ -513,7 +513,7 @@ class _Hits:
     def top1(self, who: str, count: int) -> float | None:
         """Return the top-1 of `source` or `file` in percent.
 
-        It is None unless each of `count` images has a label that is a class of the network.
+        The result is None unless each of `count` images has a label that is a class of the network.
         """
         if not self.labelled == count > 0:
             return None

@@ -83,7 +83,7 @@ class ExportedFile:
         return "normalize" in self.body
 
     def described(self) -> Body:
-        """Return what the file holds as plain records, read without running it."""
+        """Return the content of the file as plain records. The file is not run."""
         form = self.form
         nodes = self.form.functions.nodes(self.file)
         figures = {"format": form.name, "bytes": form.size(self.file), "nodes": nodes}

@@ -219,7 +219,7 @@ def _require_plain_entry(info: zipfile.ZipInfo) -> None:
 
 
 def _read(entries: _Entries) -> Pt2Archive:
-    """Return what an archive holds, with every entry checked."""
+    """Return the content of an archive, with every entry checked."""
     # torch knows the operators of int8 once they are imported.
     with quiet():
         importlib.import_module("torch.ao.quantization.fx._decomposed")
@@ -310,7 +310,7 @@ def _read_tensors(entries: _Entries, name: str) -> dict[str, Tensor]:
 
 
 def _unpickle(entries: _Entries, name: str) -> object:
-    """Return what torch's restricted unpickler reads in an entry that torch.save wrote."""
+    """Return the content of an entry that torch.save wrote, by torch's restricted unpickler."""
     content = entries.read(name)
     try:
         _require_known_names(content)

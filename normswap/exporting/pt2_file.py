@@ -143,9 +143,9 @@ def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -
 
 
 def quantization_config(activations: torch.dtype, levels: int) -> object:
-    """Return the quantizers' own settings, with ranges over all images and a smaller least step.
+    """Return the settings of the quantizers: ranges over all images, and a small least step.
 
-    The usual least step, 2^-12, would round a channel of small weights to 0.
+    With the usual least step, 2^-12, a channel of small weights would be rounded to 0.
 
     Args:
         activations: The type of activations, signed or unsigned bytes.

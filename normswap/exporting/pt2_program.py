@@ -247,7 +247,7 @@ def _items(value: object) -> list[object]:
 
 
 def _optional(rule: Rule) -> Rule:
-    """A rule: null, or what another rule allows."""
+    """A rule: null, or any value that another rule allows."""
 
     def checked(value: object) -> object:
         return None if value is None else rule(value)

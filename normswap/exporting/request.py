@@ -122,7 +122,7 @@ class ExportRequest:
 
     @property
     def example(self) -> Example:
-        """A call of the network that shows its outputs."""
+        """The call of the network from which its outputs are known."""
         if self.inputs:
             return self.inputs[0]
         return self.signature.form.of(self.pictures(count=4))

@@ -132,7 +132,7 @@ class SidecarOfTensors(_Strict):
 def config(model: nn.Module) -> Body:
     """Return timm's preprocessing record of a network.
 
-    It has input_size, mean, std, interpolation, crop_pct and crop_mode.
+    The record has input_size, mean, std, interpolation, crop_pct and crop_mode.
     """
     data_config = zoo.data_config(model)
     # timm does not record how many channels a network was made for.
@@ -146,7 +146,7 @@ def config(model: nn.Module) -> Body:
 def body(
     model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool
 ) -> Body:
-    """Return how to prepare an image for the file, and what its answers mean.
+    """Return the record of how to prepare an image for the file, and of its answers' meaning.
 
     Args:
         model: The network inside the file.

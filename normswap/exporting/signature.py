@@ -93,7 +93,7 @@ class Signature:
 
         Raises:
             OptionError: The network does not run.
-            NoAnswerError: It does not give one tensor with a row per image.
+            NoAnswerError: The network does not give one tensor with a row per image.
         """
         try:
             with torch.no_grad():

@@ -66,9 +66,10 @@ def simpler(contents: FileContents) -> fx.GraphModule:
 
 
 def with_constants(contents: FileContents) -> fx.GraphModule:
-    """Return the network as torch.export records it, with what depends on no input as constants.
+    """Return the network as torch.export records it.
 
-    A graph that writes into such a value stays as it is.
+    Values that depend on no input become constants. A graph that writes into such a value stays as
+    it is.
 
     Raises:
         RefusedError: Torch.export cannot express the network.

@@ -147,7 +147,7 @@ def _fold_forward(builder: PlanBuilder, site: Site) -> None:
 
 
 def _move_scale(builder: PlanBuilder, site: Site) -> None:
-    """Move |s| through the ReLU into the next convolutions' inputs; a shift per channel stays.
+    """Move |s| through the ReLU into the next convolutions. A shift per channel stays.
 
     relu(s x + t) = |s| relu(sign(s) x + t / |s|) (`sites.affine.split`).
     """

@@ -54,7 +54,7 @@ class Reach:
 
 
 class Channels:
-    """The groups of channels of a folded network; the channels of a group share one factor.
+    """The groups of channels of a folded network. The channels of a group share one factor.
 
     Attributes:
         layers: The convolutions and linear layers, whose weights depend on the factors.

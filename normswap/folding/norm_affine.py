@@ -204,7 +204,7 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str,
 def has_other_modules(builder: PlanBuilder, parameter: str) -> bool:
     """Whether a parameter has another reader than the forward of the block that owns it.
 
-    That is so if two modules share it, or if its owner is a leaf that is called.
+    A parameter has one if two modules share it, or if its owner is a leaf that is called.
     """
     traced = builder.traced
     owner = traced.modules[parameter.rpartition(".")[0]]

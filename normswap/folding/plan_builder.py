@@ -131,7 +131,7 @@ class PlanBuilder:
         return self.anatomy.traced
 
     def linear(self, path: str) -> LinearBuilder:
-        """Return the record of what the linear layer at `path` absorbs, to which can be added."""
+        """Return the builder of the linear layer at `path`, to which absorptions can be added."""
         return self.linears.setdefault(path, LinearBuilder())
 
     def replace(self, path: str, layer: str, **args: object) -> None:

@@ -326,11 +326,11 @@ def _is_same_graph(first: Traced, second: Traced) -> bool:
 def _outline(traced: Traced) -> object:
     """Return the path that a record took, as a value that can be compared with another record's.
 
-    It has the calls of modules in order, and the edges of the graph as a set.
+    The value has the calls of modules in order, and the edges of the graph as a set.
     """
 
     def label(node: fx.Node) -> object:
-        """Return what a node does, in a form that is equal in both records."""
+        """Return the operation of a node, in a form that is equal in both records."""
         if node.op == "placeholder":
             return node.meta["place"]
         if node.op in ("call_module", "get_attr"):

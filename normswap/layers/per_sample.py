@@ -93,7 +93,7 @@ def _check_groups(channels: int, groups: int) -> None:
 
 
 def _empty_group_norm(old: nn.Module, *, like: Tensor, groups: int, eps: float) -> nn.Module:
-    """Return a GroupNorm with the channels and activation of a norm; its values are not set yet."""
+    """Return a GroupNorm with the channels and activation of a norm, but without its values."""
     mean, _ = affine.statistics(old)
     channels = mean.numel()
     act = affine.copied_activation(old)

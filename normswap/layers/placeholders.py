@@ -48,7 +48,7 @@ class Chain(Holder):
         self.then = then
 
     def forward(self, x: Tensor) -> Tensor | float:
-        """Map (N, C, ...) to whatever `then` returns; `merged.Zero` returns the number 0."""
+        """Map (N, C, ...) to the output of `then`. `merged.Zero` returns the number 0."""
         output: Tensor | float = self.then(self.inner(x))
         return output
 
@@ -57,7 +57,7 @@ class OpenChain(Chain):
     """A `Chain` whose first layer takes more than one argument, such as a conditional norm."""
 
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor | float:
-        """Map what the first layer takes to whatever `then` returns."""
+        """Map the arguments of the first layer to the output of `then`."""
         output: Tensor | float = self.then(self.inner(*args, **named))
         return output
 

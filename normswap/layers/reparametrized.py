@@ -218,7 +218,7 @@ def plain(module: Linearity) -> Linearity:
 
 
 def plain_class(module: Linearity) -> type[Linearity]:
-    """Return the class of the layer that `plain` makes; a plain layer's own class stays."""
+    """Return the class of the layer that `plain` makes. A plain layer keeps its own class."""
     if not is_reparametrized(module):
         return type(module)
     if parametrize.is_parametrized(module):

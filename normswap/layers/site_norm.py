@@ -27,7 +27,7 @@ class Record(TypedDict, total=False):
 
 
 class Measured(TypedDict, total=False):
-    """The keywords of `SiteNorm.replacing` that say what is known of a norm that is put back."""
+    """The keywords of `SiteNorm.replacing` on the known statistics of a norm that is put back."""
 
     mean: Floats
     std: Deviations

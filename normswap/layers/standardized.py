@@ -107,7 +107,7 @@ def effective_weight(layer: Linearity) -> Tensor:
 def set_effective_weight(layer: Linearity, weight: Tensor) -> None:
     """Set the tensors of a linear layer, in place, so that it computes with `weight`.
 
-    The layer may be standardized (`set_effective`) or not.
+    A standardized layer is set by `set_effective`. Any other layer gets `weight` itself.
     """
     if isinstance(layer, STANDARDIZED):
         set_effective(layer, weight)
@@ -166,7 +166,7 @@ class StandardizedConv(PlannedLayer):
 
 
 def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None) -> _ConvNd:
-    """Return a standardized convolution with the settings of `conv`; its values are not set yet."""
+    """Return a standardized convolution with the settings of `conv`, but without its values."""
     settings: dict[str, Any] = {name: getattr(conv, name) for name in _SETTINGS}
     # Pruning by hand leaves the numbers that a layer states as they were.
     settings["out_channels"] = conv.weight.shape[0]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class WeightNorm(PlannedLayer):
-    """W = g v / |v| per filter, by torch's parametrization; g is |W|, so the function is kept.
+    """W = g v / |v| per filter, by torch's parametrization. g is |W|, so the function is kept.
 
     A filter of zeros gets g = 0 and the direction that it had before folding, so that it can learn.
     """
@@ -43,7 +43,7 @@ class WeightNorm(PlannedLayer):
 
 
 class SpectralNorm(PlannedLayer):
-    """W = alpha V / sigma(V), by torch's parametrization; the learnable alpha is at first sigma(W).
+    """W = alpha V / sigma(V), by torch's parametrization. At first the learnable alpha is sigma(W).
 
     The power iteration starts from fixed numbers, not from the user's generator, so that a plan
     replays.

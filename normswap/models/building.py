@@ -134,7 +134,7 @@ def make(
     *,
     online: bool = False,
 ) -> Made:
-    """Return what `factory` builds, no larger than networks are.
+    """Return the network that `factory` builds, unless it is larger than any network.
 
     Args:
         arch: The name of the network in errors.

@@ -265,8 +265,8 @@ def defaults(model: nn.Module, example: Example) -> list[str]:
 def form(model: nn.Module) -> Example:
     """Return how images are given to a network, from the signature of its forward.
 
-    They are its first argument, or the one that it names as its main input; a tensor, or a list
-    where the annotation says so. Arguments without a default are given, too.
+    The images are its first argument, or the argument that it names as its main input. They are a
+    tensor, or a list if the annotation says so. Other arguments without a default are given, too.
     """
     empty = torch.empty(0)
     positional = _positional(model)
@@ -294,7 +294,7 @@ def _positional(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """Return forward's arguments; none where Python does not know them."""
+    """Return forward's arguments. The list is empty if Python does not know them."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):

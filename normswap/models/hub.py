@@ -281,7 +281,7 @@ def own_cfg(model: nn.Module) -> Cfg:
 
 
 def of_architecture(model: nn.Module) -> Cfg:
-    """Return what the record on a network says of its architecture, and nothing of its weights.
+    """Return the part of a network's record that is about its architecture, not its weights.
 
     timm gives each network that it builds the record of the weights that it would load by default:
     their test size, their repository, their license and their papers.
@@ -291,10 +291,10 @@ def of_architecture(model: nn.Module) -> Cfg:
 
 
 def unlicensed_record(model: nn.Module) -> Cfg:
-    """Return what a network that somebody built with timm states of its images and classes.
+    """Return the record of images and classes of a network that somebody built with timm.
 
-    The license is left out, as timm notes it on networks without trained weights, too. The record
-    is empty where the network states none, or one that cannot be read back.
+    The license is left out, because timm notes it on networks without trained weights, too. The
+    record is empty if the network states none, or if its record cannot be read back.
     """
     stated = records.image_record({**own_cfg(model), "license": None})
     classes = getattr(model, "num_classes", None)

@@ -16,7 +16,7 @@ from normswap.models.stated_images import Preprocessing, comma_list
 def data_config(model: nn.Module) -> Cfg:
     """Return the evaluation preprocessing of a network.
 
-    It has input_size, mean, std, interpolation, crop_pct and crop_mode.
+    The record has input_size, mean, std, interpolation, crop_pct and crop_mode.
     """
     known = {key: value for key, value in stated(model).items() if value is not None}
     cfg = {**GENERAL, **known}
@@ -47,7 +47,7 @@ def assumption(model: nn.Module) -> str:
 
 
 def state(model: nn.Module, values: Preprocessing) -> nn.Module:
-    """Return the network itself, whose record states these values from now on.
+    """Return the network itself. From now on its record states these values.
 
     Raises:
         OptionError: No image can be prepared in this way.
@@ -68,7 +68,7 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
 
 
 def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
-    """Return the network itself, whose record says this size (C, H, W) from now on.
+    """Return the network itself. From now on its record states this size (C, H, W).
 
     Raises:
         OptionError: The network is built for another size.
@@ -91,7 +91,7 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
 
 
 def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.Module:
-    """Return the network itself, whose record says what it takes from now on.
+    """Return the network itself. From now on its record states these inputs.
 
     Args:
         model: The network.

@@ -219,7 +219,7 @@ def identify(
 ) -> Arch | None:
     """Return how to rebuild a network of timm's, or None if that is not known.
 
-    It is tried with the arguments that timm remembers, then with classes and channels alone.
+    The arguments that timm remembers are tried first, then classes and channels alone.
 
     Args:
         model: The network.

@@ -145,7 +145,7 @@ def read(file: Path) -> StateDict:
 
 
 def _content(file: Path) -> object:
-    """Return what a weights file holds.
+    """Return the content of a weights file.
 
     Raises:
         SourceError: The file cannot be read. The message gives the reason and what to do.
@@ -207,7 +207,7 @@ def _check_plain_tensor(name: str, tensor: Tensor, file: Path) -> None:
 
 
 def _unwrapped(content: object, file: Path) -> StateDict:
-    """Return the state dict in what a training script wrote.
+    """Return the state dict in the content of a training script's file.
 
     The names have no prefixes of a network's wrappers.
     """

@@ -68,7 +68,7 @@ def skeleton(arch: Arch) -> nn.Module:
 
 
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
-    """Return what `build` returns, with zeros in place of random values.
+    """Call `build`, and return its result with zeros in place of random values.
 
     Drawing random values takes most of the time, so the network is built on the meta device. It is
     built as usual if building needs values, or if its state dict does not hold each of its tensors

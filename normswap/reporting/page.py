@@ -79,7 +79,7 @@ def share(value: float | None) -> str:
 
 
 def _shown(value: object) -> object:
-    """Return what an expression of the page gives, with the texts of others made printable."""
+    """Return the value of an expression of the page. A text is made printable."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
     return printable(value)

@@ -237,7 +237,7 @@ def _step(step: Step) -> Body:
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
-    """Return what became of each norm, by path."""
+    """Return the outcome of each norm, by path."""
     outcomes = {norm.path: "kept" for norm in anatomy.norms}
     sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:
@@ -283,7 +283,7 @@ def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...
 
 
 def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:
-    """Return what is measured on images, of both networks if the source can be opened."""
+    """Return the figures on images, of both networks if the source can be opened."""
     if loader is None:
         return {}
     if before is not None:

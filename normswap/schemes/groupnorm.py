@@ -166,7 +166,7 @@ def fitting_target(step: Step) -> Step:
 
 
 def nearest_divisor(channels: int, groups: int) -> int:
-    """Return the divisor of `channels` nearest to `groups`; of two as near, the smaller."""
+    """Return the divisor of `channels` nearest to `groups`. The smaller one wins a tie."""
     return min(
         (d for d in range(1, channels + 1) if channels % d == 0), key=lambda d: (abs(d - groups), d)
     )

@@ -256,7 +256,7 @@ def _stands_for_a_norm(module: nn.Module | None) -> bool:
 
 
 def _ways(edit: Edit) -> list[tuple[str, AbsorbMode]]:
-    """Return the paths of the norms that an edit's layer absorbs, each with the way it does so."""
+    """Return the path of each norm that an edit's layer absorbs, with its absorption mode."""
     return [(read, absorption.way) for read, absorption in edit.absorbed]
 
 
@@ -287,6 +287,6 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
 def _rounded(values: Tensor) -> list[float]:
     """Return statistics with six digits.
 
-    That is enough, because the norm is the same map whatever its statistics are.
+    Six digits are enough, because gamma and beta make up for any statistics.
     """
     return [float(f"{value:.6g}") for value in values.tolist()]

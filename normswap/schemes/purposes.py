@@ -76,7 +76,7 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
         model: The network, in training mode.
 
     Returns:
-        One reason a layer; nothing where Opacus is not installed.
+        One reason for each layer. The result is empty if Opacus is not installed.
     """
     try:
         validators = importlib.import_module("opacus.validators")

@@ -88,15 +88,15 @@ def open_model(
 
 
 def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | None, zoo.Asked]:
-    """Return which network that `save` wrote a MODEL means, and the weights file that fills it.
+    """Return the saved network that a MODEL names, and the weights file that fills it.
 
     Args:
-        source: The MODEL: such a network, or a weights file whose architecture is such a network.
+        source: The MODEL: a network that `save` wrote, or a weights file whose architecture is one.
         asked: The options of `zoo.open_source`.
 
     Returns:
-        The directory or file of the network, None where MODEL means no such network. Then the
-        weights file, None where the network keeps its own weights. Then the other options.
+        The directory or file of the network, or None if MODEL names no saved network. Then the
+        weights file, or None if the network keeps its own weights. Then the other options.
     """
     rest = asked.copy()
     arch = asked.get("arch")
@@ -118,7 +118,7 @@ def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | N
 
 
 def _found_network(source: str) -> Path | None:
-    """Return the directory or file of a network that `save` wrote; None where a MODEL is another.
+    """Return the directory or file of the network that `save` wrote, or None for other MODELs.
 
     A repository of the hub is fetched.
     """
@@ -270,8 +270,8 @@ def _state_images(model: nn.Module, record: Header) -> Body:
     """Let a loaded network state the images and classes of its file, and return them.
 
     timm notes its default weights on each network that it builds. The file's record takes the place
-    of all that, except for the facts of the architecture. Where the file states nothing, which
-    older ones do, the size and the preprocessing of the default weights stay.
+    of this note, except for the facts of the architecture. If the file states nothing, as older
+    files do, the size and the preprocessing of the default weights stay.
     """
     images = record.images
     noted = hub.own_cfg(model)

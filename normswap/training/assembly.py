@@ -86,8 +86,8 @@ class Subject:
     def teacher(self, distill: Distill) -> nn.Module:
         """Return the teacher.
 
-        It is the MODEL that the recipe names, or this network's source, or a copy of a network that
-        was not converted.
+        The teacher is the MODEL that the recipe names, or else this network before its conversion.
+        If the network was never converted, the teacher is a copy of it.
 
         Raises:
             SourceError: The source cannot be opened, or has changed.
