@@ -162,7 +162,7 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 
 @contextmanager
 def _as_in_training(model: nn.Module, norms: Mapping[str, Site]) -> Iterator[_Sums]:
-    """Put the norms, and no other module, into training mode, and sum the moments of their inputs.
+    """In a `with` block, put norms alone into training mode, and sum the moments of their inputs.
 
     Afterwards the modes and the norms' buffers are restored.
     """

@@ -205,7 +205,7 @@ def _entropies(model: nn.Module, images: ImageBatches) -> Tensor | None:
 
 
 def _trials(present: _Preparation, images: Tensor) -> Iterator[_Trial]:
-    """Yield the trials: first with the images read as the network states, then otherwise.
+    """Yield the trials: first with the pixels that the stated preparation gives, then with others.
 
     Args:
         present: The preparation that the network states.

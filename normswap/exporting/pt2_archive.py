@@ -155,11 +155,11 @@ class _Entries:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[_Entries]:
-    """Open an archive.
+    """Open an archive for a `with` block, and turn what the block refuses into a SourceError.
 
     Raises:
-        SourceError: The block raised a NotAllowedError, because the file holds something that is
-            not opened.
+        SourceError: The file holds something that is not opened, so the block has raised a
+            NotAllowedError.
         ValueError: The records are nested too deeply.
     """
     try:

@@ -148,7 +148,12 @@ def _require_schema(namespace: str, name: str, overload: str, target: str) -> No
 
 
 def _text(pattern: re.Pattern[str], what: str) -> Rule:
-    """A rule: text that the whole pattern matches."""
+    """A rule: text that matches a pattern from beginning to end.
+
+    Args:
+        pattern: The pattern.
+        what: What the error calls the text.
+    """
 
     def checked(value: object) -> object:
         if not isinstance(value, str) or not pattern.fullmatch(value):
@@ -159,7 +164,12 @@ def _text(pattern: re.Pattern[str], what: str) -> Rule:
 
 
 def _one_of(values: Sequence[object], what: str) -> Rule:
-    """A rule: one of a few values."""
+    """A rule: one of a few values.
+
+    Args:
+        values: The allowed values.
+        what: What the error calls the value.
+    """
 
     def checked(value: object) -> object:
         if value not in values:
@@ -177,7 +187,7 @@ def _identifier(value: object) -> object:
 
 
 def _argument_name(value: object) -> object:
-    """A rule: the name of an operator's argument, which may be a keyword, or none."""
+    """A rule: the name of an operator's argument. It may be a word of Python, or empty."""
     if isinstance(value, str) and (not value or _IDENTIFIER.fullmatch(value)):
         return value
     raise NotAllowedError(f"the argument {shown(value)}")
@@ -198,7 +208,7 @@ def _integer(value: object) -> object:
 
 
 def _number(value: object) -> object:
-    """A rule: a number, which torch writes as text where it is infinite or none."""
+    """A rule: a number, which torch writes as text if it is infinite or NaN."""
     if isinstance(value, float) or value in ("Infinity", "-Infinity", "NaN"):
         return value
     return _integer(value)
@@ -220,7 +230,7 @@ def _target(value: object) -> object:
 
 
 def _left_out(value: object) -> object:
-    """A rule: notes on a node, such as its stack trace, which torch needs for nothing."""
+    """A rule: notes on a node, such as its stack trace. They are left out, as torch needs none."""
     return {}
 
 
@@ -256,7 +266,7 @@ def _optional(rule: Rule) -> Rule:
 
 
 def _list(rule: Rule) -> Rule:
-    """A rule: a list, each item by another rule."""
+    """A rule: a list, each item of which another rule allows."""
     return lambda value: [rule(item) for item in _items(value)]
 
 

@@ -351,8 +351,8 @@ class _GraphReader(NodeReader):
     def classifier(self) -> fx.Node | None:
         """Return the node of the last linear layer, if no norm stands between it and the output.
 
-        Only steps with one input may stand there. Of several outputs, or of a step that reads
-        several values, the layer has to be the first.
+        Only steps with one input may stand between the layer and the output. If the layer itself is
+        one of several outputs, or one of several inputs of a step, it has to be the first.
         """
         output = self.nodes[-1]
         linears = [node for node in self.on(self.traced.above(output)) if self.is_linear(node)]

@@ -161,7 +161,7 @@ def make(
 
 @contextmanager
 def _bounded(arch: str) -> Iterator[None]:
-    """Raise TooLargeError as soon as a network that is being built has too many layers or numbers.
+    """In a `with` block, raise TooLargeError as soon as too many layers or numbers are built.
 
     A layer is counted when it becomes part of another layer. Its numbers are counted before they
     are drawn.

@@ -58,7 +58,7 @@ def create(arch: Arch) -> nn.Module:
 
 @contextmanager
 def _working_directory() -> Iterator[None]:
-    """Let Python look for modules in the working directory, as `python -m` does."""
+    """In a `with` block, let Python find modules in the working directory, as `python -m` does."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

@@ -143,7 +143,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def callers_dtype() -> Iterator[None]:
-    """Let a forward make tensors in the default dtype of the caller of `full_precision`."""
+    """In a `with` block, use the default dtype of the code that called `full_precision`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(_callers_dtype.get() or before)
     try:
@@ -192,7 +192,7 @@ def _without_tf32() -> Iterator[None]:
 
 @contextmanager
 def with_heads(*models: nn.Module) -> Iterator[None]:
-    """Let forward run auxiliary heads as in training, while layers are in eval mode.
+    """Let forward run auxiliary heads as in training, with layers in eval mode, in a `with` block.
 
     Random numbers are the same each time.
     """

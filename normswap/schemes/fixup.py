@@ -115,6 +115,9 @@ def _reset(builder: PlanBuilder) -> None:
         except NotFoldable as why:
             builder.notes.append(f"{block.path} is not reset: {why}")
             continue
+
+        # The last layer of the branch starts at 0. The other m - 1 layers are multiplied by
+        # L^(-1/(2m-2)), where L is the number of blocks.
         convs = _branch(anatomy, block, last)
         builder.linear(last).gain = 0.0
         for path in convs:

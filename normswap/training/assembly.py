@@ -227,7 +227,7 @@ def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
 
 @contextmanager
 def stop_on_request() -> Iterator[threading.Event]:
-    """Yield an event, which a SIGTERM sets instead of ending the process.
+    """Yield an event that a SIGTERM sets, instead of ending the process, inside a `with` block.
 
     Schedulers send a SIGTERM before they end a job. Only the main thread may take signals; in
     another one nothing sets the event.

@@ -218,7 +218,11 @@ class TrainingRun:
         self.every = 1 if device.type == "cpu" else 10
 
     def open(self, *, resume: bool) -> None:
-        """Begin the run, or continue the one in the folder if there is one."""
+        """Begin the run, or continue the run in the folder if there is one.
+
+        Args:
+            resume: Whether a run in the folder is continued.
+        """
         continues = resume and from_first(self.engine, self.folder.state.is_file)
         if continues:
             if self.engine.is_main_process:

@@ -127,9 +127,9 @@ def key(*parts: object) -> int:
 
 @contextmanager
 def drawn_by(*parts: object) -> Iterator[None]:
-    """Let the random numbers of Python, numpy and torch (CPU) be a function of `parts`.
+    """In a `with` block, make random numbers of Python, numpy and torch (CPU) depend on `parts`.
 
-    Their states are restored afterwards.
+    The states of the generators are restored afterwards.
     """
     python_state = random.getstate()
     numpy_state = np.random.get_state()
