@@ -78,7 +78,8 @@ def plan(
         if site.sees_one_value and (channels == 1 or channelwise):
             # A map has many values per channel, a row only one.
             why = f"{channels} groups of {channels} channels: a group of one element erases it"
-            builder.refusals[path] = f"{why}; leave it out with `{spelled('skip')}`"
+            larger = "" if site.reads_rows else "give larger inputs, or "
+            builder.refusals[path] = f"{why}; {larger}leave it out with `{spelled('skip')}`"
         else:
             number = max(channels // group_size, 1) if group_size else groups
             counts[path] = channels if channelwise else _count(builder, path, channels, number)

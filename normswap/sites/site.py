@@ -257,12 +257,18 @@ class Site:
         return any(len(shape) == unbatched for shape in self.shapes)
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether the module read rows (N, C), not maps, at the first call."""
+        return bool(self.shapes) and len(self.shapes[0]) == 2
+
+    @property
     def sees_one_value(self) -> bool:
         """Whether each sample has one value per channel here, at every size of the input."""
         if not self.shapes:
             return False
-        # Rows (N, C) have one value at any size. A map of 1 x 1 may be larger for another input.
-        if all(len(shape) == 2 for shape in self.shapes):
+        # Rows (N, C) have one value at any size, whatever else the network would take. A map of
+        # 1 x 1 may be larger for another input.
+        if self.reads_rows:
             return True
         return self.sizes_are_known and all(prod(shape[2:]) == 1 for shape in self.shapes)
 

@@ -405,7 +405,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["resnet18"], "--lr: '' names no positive rates"),
+        (["resnet18"], "--lr is not given"),
         (["resnet18", "--lr", "2^3..2^1"], "--lr: '2^3..2^1' names no positive rates"),
         (["--lr", "0.1"], "nothing to train"),
         (
