@@ -197,7 +197,7 @@ def elsewhere(
         task = "two"
     elif any(block.order == "pre" for block in network.anatomy.blocks):
         task = "preact"
-    elif any(own_forwards.is_depthwise(module) for module in network.module.modules()):
+    elif any(own_forwards.is_depthwise(module) for module in nn.Module.modules(network.module)):
         task = "depthwise"
 
     measured = json.loads(_AFTER_TRAINING.read_text(encoding="utf-8"))["tasks"][task]

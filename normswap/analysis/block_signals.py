@@ -174,7 +174,7 @@ def awake(model: nn.Module) -> nn.Module:
     or `skipinit_gain` of 0; SkipInit may start from alpha = 0.
     """
     twin = copying.duplicate(model, {})
-    for module in twin.modules():
+    for module in nn.Module.modules(twin):
         for name in _multipliers(module):
             value = getattr(module, name, None)
             if isinstance(value, nn.Parameter) and not bool(value.any()):

@@ -53,7 +53,7 @@ def of_network(network: Network, source: str) -> Body:
 
 def parameters(model: nn.Module) -> int:
     """Return the number of trainable values. A shared tensor counts once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in nn.Module.parameters(model))
 
 
 def _norm_classes(model: nn.Module) -> Counter[str]:

@@ -272,7 +272,7 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
     """Yield the path and the role of every parameter. A shared parameter is yielded once."""
     gammas = _norm_roles(model, network)
     spared = _spared(model)
-    for path, parameter in model.named_parameters():
+    for path, parameter in nn.Module.named_parameters(model):
         owner_path, _, name = path.rpartition(".")
         owner = model.get_submodule(owner_path)
         role = _own_role(owner, name, gammas.get(owner_path, "gamma_unknown"))
@@ -334,7 +334,7 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     by_identity = {id(twin.get_submodule(path)): role for path, role in gammas.items()}
     gammas = {
         path: by_identity[id(module)]
-        for path, module in twin.named_modules(remove_duplicate=False)
+        for path, module in nn.Module.named_modules(twin, remove_duplicate=False)
         if id(module) in by_identity
     }
     tuned = {
@@ -372,13 +372,13 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
     record = provenance.of(model)
     has_gammas = any(
         isinstance(module, OwnLayer) and GAMMA in module.ROLES.values()
-        for module in model.modules()
+        for module in nn.Module.modules(model)
     )
     if not (record.norms and has_gammas):
         return model
 
     # The copy shares the tensors.
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*nn.Module.parameters(model), *nn.Module.buffers(model)]
     twin = copying.duplicate(model, {id(tensor): tensor for tensor in tensors})
     for key, mean in record.norms.items():
         path, _, name = key.rpartition(".")

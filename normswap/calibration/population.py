@@ -169,7 +169,9 @@ def _as_in_training(model: nn.Module, norms: Mapping[str, Site]) -> Iterator[_Su
     sums: _Sums = {}
     before: dict[Tensor, Tensor] = {}
     for site in norms.values():
-        before |= {buffer: buffer.clone() for buffer in site.module.buffers(recurse=False)}
+        before |= {
+            buffer: buffer.clone() for buffer in nn.Module.buffers(site.module, recurse=False)
+        }
     handles = (
         site.module.register_forward_pre_hook(partial(_add_input, sums, site))
         for site in norms.values()

@@ -268,8 +268,8 @@ class Case:
 
         Both may be wrong in this network, so its architecture is recognized whatever they are.
         """
-        modules_here = dict(self.model.named_modules())
-        for path, norm in bare.named_modules():
+        modules_here = dict(nn.Module.named_modules(self.model))
+        for path, norm in nn.Module.named_modules(bare):
             if site_of(norm).is_batchnorm and path in modules_here:
                 settings = vars(modules_here[path])
                 vars(norm).update({name: settings.get(name) for name in ("eps", "momentum")})
@@ -353,7 +353,7 @@ def python_line(case: Case, sites: Sequence[StoredNorm], statement: str) -> str:
 
     chosen = {id(site.module) for site in sites}
     with_statistics = {
-        id(module) for module in case.model.modules() if hasattr(module, "running_var")
+        id(module) for module in nn.Module.modules(case.model) if hasattr(module, "running_var")
     }
     if chosen == with_statistics:
         norms = "(m for m in model.modules() if hasattr(m, 'running_var'))"
@@ -370,7 +370,7 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
         model: The network.
         anatomy: Its recorded graph, which gives the order, or None.
     """
-    modules = dict(model.named_modules())
+    modules = dict(nn.Module.named_modules(model))
     recorded = [norm.path for norm in getattr(anatomy, "norms", ())]
     ordered = [path for path in dict.fromkeys([*recorded, *modules]) if path in modules]
     return tuple(

@@ -45,7 +45,7 @@ def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
 
     # Norms by their eps and the builder's.
     wrong: dict[tuple[float, float], list[StoredNorm]] = {}
-    built = dict(bare.named_modules())
+    built = dict(nn.Module.named_modules(bare))
     for site in case.sites:
         norm = built.get(site.path)
         if norm is None or not site_of(norm).is_batchnorm:
@@ -227,7 +227,7 @@ def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
     is_training = case.model.training and site.module.training
     if not is_training or site_of(site.module).is_frozen:
         return False
-    parameters = [*site.module.parameters(recurse=False)]
+    parameters = [*nn.Module.parameters(site.module, recurse=False)]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 

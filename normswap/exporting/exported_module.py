@@ -76,7 +76,7 @@ class Shipped(nn.Module):
             self.network.half()
             self.dtype = dtype
             return self
-        for module in self.network.modules():
+        for module in nn.Module.modules(self.network):
             if isinstance(module, LINEAR):
                 module.weight.copy_(module.weight.bfloat16())
         return self
@@ -88,10 +88,10 @@ class Shipped(nn.Module):
         For float16, the outputs of its layers are rounded as well.
         """
         twin = copying.duplicate(self.network, {})
-        for tensor in twin.parameters():
+        for tensor in nn.Module.parameters(twin):
             tensor.copy_(tensor.to(dtype))
-        for module in twin.modules():
-            if dtype == torch.float16 and not list(module.children()):
+        for module in nn.Module.modules(twin):
+            if dtype == torch.float16 and not list(nn.Module.children(module)):
                 module.register_forward_hook(lambda _module, _args, output: _halved(output))
         return self.around(twin)
 
@@ -155,7 +155,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
 
     linear = [
         module
-        for module in network.modules()
+        for module in nn.Module.modules(network)
         if isinstance(module, LINEAR) and "weight" in module._parameters
     ]
     plain = [
@@ -198,7 +198,7 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
         dtype: The precision of the file.
     """
     layers: dict[nn.Module, str] = {
-        m: path for path, m in network.named_modules() if isinstance(m, LINEAR)
+        m: path for path, m in nn.Module.named_modules(network) if isinstance(m, LINEAR)
     }
     run: list[nn.Module] = []
     with hooked(
@@ -207,7 +207,7 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
         example.call(network)
 
     for layer in dict.fromkeys(run):
-        for name, tensor in layer.named_parameters(recurse=False):
+        for name, tensor in nn.Module.named_parameters(layer, recurse=False):
             if dtype == "int8" and name == "bias":
                 continue
             stored = tensor.half() if dtype == "fp16" else tensor.data

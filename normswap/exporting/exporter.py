@@ -297,7 +297,7 @@ def fold_for_export(network: Network) -> nn.Module:
         # A network that cannot be seen goes into the file as it is, if there is nothing to fold.
         if any(
             site_of(module).is_affine or reparametrized.is_reparametrized(module)
-            for module in model.modules()
+            for module in nn.Module.modules(model)
         ):
             raise
         return copying.duplicate(model, {}).eval()

@@ -82,7 +82,7 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
     Raises:
         RefusedError: The weights do not fit in one ONNX file.
     """
-    tensors = (*contents.network.parameters(), *contents.network.buffers())
+    tensors = (*nn.Module.parameters(contents.network), *nn.Module.buffers(contents.network))
     size = sum(t.numel() * t.element_size() for t in tensors)
     if size > _LIMIT:
         raise RefusedError(

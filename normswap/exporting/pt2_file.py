@@ -35,7 +35,9 @@ def write(contents: FileContents, file: Path) -> None:
     network = contents.network
     if network.stored != network.dtype:
         network = copying.duplicate(network, {})
-        for module in [module for module in network.modules() if isinstance(module, LINEAR)]:
+        for module in [
+            module for module in nn.Module.modules(network) if isinstance(module, LINEAR)
+        ]:
             module.weight.data = module.weight.data.bfloat16()
             parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
     save(traced(contents, network), contents, file)
@@ -124,7 +126,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     rounded = calibrated(module, quantizer, how.images)
     # torchao leaves the weights in fp32 beside those in int8.
     read = {node.target for node in rounded.graph.nodes if node.op == "get_attr"}
-    for name in dict(rounded.named_parameters(remove_duplicate=False)):
+    for name in dict(nn.Module.named_parameters(rounded, remove_duplicate=False)):
         if name not in read:
             owner, _, last = name.rpartition(".")
             delattr(rounded.get_submodule(owner), last)

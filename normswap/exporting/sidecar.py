@@ -137,7 +137,7 @@ def config(model: nn.Module) -> Body:
     data_config = zoo.data_config(model)
     # timm does not record how many channels a network was made for.
     if not provenance.of(model).pretrained_cfg:
-        stem = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+        stem = next((m for m in nn.Module.modules(model) if isinstance(m, nn.Conv2d)), None)
         if stem is not None:
             data_config["input_size"] = (stem.in_channels, *tuple(data_config["input_size"])[1:])
     return data_config

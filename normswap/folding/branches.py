@@ -189,7 +189,9 @@ def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
         return False
 
     hooks = module._forward_hooks or module._forward_pre_hooks
-    shared = any(traced.owners[id(tensor)] > 1 for tensor in module.parameters(recurse=False))
+    shared = any(
+        traced.owners[id(tensor)] > 1 for tensor in nn.Module.parameters(module, recurse=False)
+    )
     return not hooks and not shared and traced.read_directly(module) is None
 
 

@@ -287,7 +287,7 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
         channels: The groups of channels of the network.
         factors: One positive factor for each group (groups,). The first factor is 1.
     """
-    factors = factors.to(next(model.parameters()).device, torch.float64)
+    factors = factors.to(next(nn.Module.parameters(model)).device, torch.float64)
     for layer in channels.layers:
         module = cast(Linearity, model.get_submodule(layer.path))
         weight = standardized.effective_weight(module).double()

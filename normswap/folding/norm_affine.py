@@ -40,7 +40,7 @@ def move(builder: PlanBuilder) -> None:
     norms = {
         path: norm
         for path, norm in foldable_norms(builder.anatomy).items()
-        if list(norm.module.parameters())
+        if list(nn.Module.parameters(norm.module))
     }
     if not norms:
         return

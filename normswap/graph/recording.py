@@ -420,7 +420,7 @@ def _does_not_run(
 
     tensors = [
         tensor
-        for tensor in (*model.parameters(), *model.buffers())
+        for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model))
         if tensor.is_floating_point() or tensor.is_complex()
     ]
     # Mixed dtypes are the likely cause. A dictionary keeps their order.

@@ -123,7 +123,10 @@ class Traced:
 
         None says that there is no such tensor.
         """
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        tensors = [
+            *nn.Module.parameters(module, recurse=False),
+            *nn.Module.buffers(module, recurse=False),
+        ]
         tensor_ids = {id(tensor) for tensor in tensors}
         return next((path for key, path in self._attributes.items() if key in tensor_ids), None)
 

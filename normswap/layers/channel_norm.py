@@ -51,7 +51,7 @@ class BareNorm(PlannedLayer):
     @classmethod
     def replacing(cls, old: nn.LayerNorm | nn.RMSNorm, *, like: Tensor) -> nn.Module:
         # deepcopy takes None for each of these parameters from its memo.
-        without_parameters = {id(parameter): None for parameter in old.parameters()}
+        without_parameters = {id(parameter): None for parameter in nn.Module.parameters(old)}
         new = copy.deepcopy(old, without_parameters)
         new.elementwise_affine = False
         return new

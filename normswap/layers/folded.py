@@ -59,9 +59,9 @@ def folded(
         centred: Whether the mean over the output channels is subtracted at the end:
             W' = (I - 11'/C) W, b' = b - mean(b).
     """
-    if next(old.parameters(), None) is None:
+    if next(nn.Module.parameters(old), None) is None:
         raise TypeError(f"a {type(old).__name__} has no weight to fold into")
-    dtype = next(old.parameters()).dtype
+    dtype = next(nn.Module.parameters(old)).dtype
     if like.dtype == torch.float64:
         dtype = like.dtype
     if bake:

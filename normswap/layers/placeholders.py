@@ -96,7 +96,7 @@ class OutOfPlace(PlannedLayer):
 
 def out_of_place(module: nn.Module) -> nn.Module:
     """Return the module itself, changed so that no layer in it writes into its input."""
-    for layer in module.modules():
+    for layer in nn.Module.modules(module):
         if getattr(layer, "inplace", False) is True:
             layer.__dict__["inplace"] = False
     return module

@@ -171,7 +171,7 @@ def _has_known_parametrization(module: nn.Module) -> bool:
     parametrized = dict(module.get_submodule("parametrizations").named_children())
     if list(parametrized) != ["weight"]:
         return False
-    layers = parametrized["weight"].children()
+    layers = nn.Module.children(parametrized["weight"])
     return all(isinstance(layer, _KNOWN_PARAMETRIZATIONS) for layer in layers)
 
 
@@ -208,7 +208,7 @@ def plain(module: Linearity) -> Linearity:
         _parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict()
     )
 
-    learns = any(parameter.requires_grad for parameter in module.parameters())
+    learns = any(parameter.requires_grad for parameter in nn.Module.parameters(module))
     for name, value in zip(("weight", "bias"), weight_and_bias, strict=True):
         parameter: nn.Parameter | None = None
         if value is not None:

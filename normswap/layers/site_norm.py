@@ -183,7 +183,7 @@ def empty_like_norm(norm: nn.Module, like: Tensor) -> Tensor:
     """
     if like.dtype == torch.float64:
         return like
-    for tensor in (*norm.parameters(), *norm.buffers()):
+    for tensor in (*nn.Module.parameters(norm), *nn.Module.buffers(norm)):
         if tensor.is_floating_point():
             return tensor.detach().flatten()[:0]
     return like.detach().flatten()[:0]

@@ -303,6 +303,8 @@ def _blueprint(model: nn.Module) -> tuple[object, ...]:
     """Return the classes and settings of a network's layers, and the shapes of its tensors."""
     # torch makes a class of its own for each parametrized layer.
     kind = parametrize.type_before_parametrizations
-    layers = tuple((path, kind(layer), layer.extra_repr()) for path, layer in model.named_modules())
+    layers = tuple(
+        (path, kind(layer), layer.extra_repr()) for path, layer in nn.Module.named_modules(model)
+    )
     shapes = tuple((key, tuple(tensor.shape)) for key, tensor in state_tensors(model).items())
     return layers, shapes

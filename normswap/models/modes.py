@@ -200,7 +200,7 @@ def with_heads(*models: nn.Module) -> Iterator[None]:
     with undisturbed(*models):
         for model in models:
             show_heads(model)
-            devices.update(parameter.device for parameter in model.parameters())
+            devices.update(parameter.device for parameter in nn.Module.parameters(model))
         with seeded(*devices):
             yield
 

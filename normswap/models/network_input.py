@@ -279,7 +279,9 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
     The size beside the call is empty, because the row is no image.
     """
     layers = nn.Module.modules(model)
-    first = next((each for each in layers if next(each.parameters(False), None) is not None), None)
+    first = next(
+        (each for each in layers if next(nn.Module.parameters(each, False), None) is not None), None
+    )
     if isinstance(first, nn.Embedding):
         row = torch.arange(8, device=first.weight.device) % first.num_embeddings
         yield (), Example((row[None],))

@@ -249,7 +249,7 @@ def _possible_arguments(model: nn.Module, name: str) -> Iterator[Cfg]:
         classes != _registered(name).get("num_classes") or "num_classes" in remembered
     ):
         current["num_classes"] = classes
-    stem = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
+    stem = next((layer for layer in nn.Module.modules(model) if isinstance(layer, nn.Conv2d)), None)
     if stem is not None and stem.in_channels != 3:
         current["in_chans"] = stem.in_channels
 

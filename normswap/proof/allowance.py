@@ -175,7 +175,7 @@ def with_other_digits(model: nn.Module, dtype: torch.dtype = torch.float64) -> n
     """
     changed = to_double(model) if dtype == torch.float64 else duplicate(model, {})
     generator = torch.Generator().manual_seed(0)
-    for parameter in changed.parameters():
+    for parameter in nn.Module.parameters(changed):
         if parameter.is_floating_point():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
             parameter.mul_(1 + 4 * torch.finfo(dtype).eps * signs.to(parameter))

@@ -296,8 +296,8 @@ def _unseen(work: Callable[..., None]) -> Callable[..., None]:
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a module by name, a shared one under each name."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    yield from nn.Module.named_parameters(module, remove_duplicate=False)
+    yield from nn.Module.named_buffers(module, remove_duplicate=False)
 
 
 def noise(

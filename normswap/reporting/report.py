@@ -265,7 +265,7 @@ def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...
 
     blocks = {block.tail: block.path for block in anatomy.blocks if block.tail}
     alphas = []
-    for name, module in result.named_modules():
+    for name, module in nn.Module.named_modules(result):
         if scales_branch(module):
             path = name.removesuffix(".then")
             alpha = Alpha(

@@ -110,7 +110,7 @@ def _refuse_statistics(builder: PlanBuilder, path: str, site: Site) -> None:
 
 def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Refuse a recurrent or attention layer of torch and name Opacus' own layer."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
+    if not any(parameter.requires_grad for parameter in nn.Module.parameters(module)):
         return
     for kind, layer in _OPACUS_LAYERS.items():
         if isinstance(module, kind):
@@ -133,7 +133,7 @@ def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
             builder.settle(path, Outcome("learn", "learns", "it gets a bias"))
         return
 
-    buffers = [name for name, _ in module.named_buffers()]
+    buffers = [name for name, _ in nn.Module.named_buffers(module)]
     if buffers:
         builder.refusals[path] = (
             f"a {type(module).__name__} learns and holds buffers ({', '.join(buffers[:3])}), which"

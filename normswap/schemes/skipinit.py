@@ -383,7 +383,7 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
             if site is not None and site.activation is not None:
                 acts.append(site.activation)
             return _through(acts[::-1], *moments)
-        if module is None or len(list(module.parameters())):
+        if module is None or len(list(nn.Module.parameters(module))):
             break
         # A layer without parameters is taken for elementwise: only the rescaling depends on it.
         acts.append(module)

@@ -40,7 +40,7 @@ def is_homogeneous(act: nn.Module | None) -> bool:
     if act is None:
         return True
     if keeps_forward(act, (nn.Sequential,)):
-        return all(is_homogeneous(layer) for layer in act.children())
+        return all(is_homogeneous(layer) for layer in nn.Module.children(act))
     return keeps_forward(act, (*_RELUS, *_IDENTITIES))
 
 

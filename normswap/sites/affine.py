@@ -319,8 +319,8 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
         return {}
 
     recorded: dict[str, Tensor] = {
-        **dict(module.named_parameters(recurse=False)),
-        **dict(module.named_buffers(recurse=False)),
+        **dict(nn.Module.named_parameters(module, recurse=False)),
+        **dict(nn.Module.named_buffers(module, recurse=False)),
     }
     for name in ("eps", "momentum"):
         if hasattr(module, name):

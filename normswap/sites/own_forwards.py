@@ -135,7 +135,7 @@ def computes(layer: nn.Module) -> bool:
     try:
         twin = copying.duplicate(layer, {}).double().cpu().eval()
         generator = torch.Generator().manual_seed(0)
-        for parameter in twin.parameters():
+        for parameter in nn.Module.parameters(twin):
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
 
         for extra in _EXTRA_POSITIONS:

@@ -85,7 +85,7 @@ def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> 
         with suppress(Exception):
             twin = copy.deepcopy(module).double().eval()
             generator = torch.Generator().manual_seed(1)
-            for parameter in twin.parameters():
+            for parameter in nn.Module.parameters(twin):
                 values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(values)
 
@@ -139,7 +139,7 @@ def _layer_scale(module: nn.Module, x: Tensor) -> Tensor:
 
 def layer_scale_gamma(module: nn.Module) -> Tensor:
     """Return the gamma (C,) of a LayerScale, in float64."""
-    (parameter,) = module.parameters()
+    (parameter,) = nn.Module.parameters(module)
     return parameter.detach().double()
 
 

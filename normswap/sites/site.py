@@ -146,7 +146,10 @@ class Site:
     @property
     def learns(self) -> bool:
         """Whether the module has parameters of its own that training changes."""
-        return any(parameter.requires_grad for parameter in self.module.parameters(recurse=False))
+        return any(
+            parameter.requires_grad
+            for parameter in nn.Module.parameters(self.module, recurse=False)
+        )
 
     @property
     def can_be_synchronized(self) -> bool:
@@ -321,4 +324,4 @@ def site_of(module: nn.Module, path: str = "") -> Site:
 
 def sites_of(model: nn.Module) -> list[Site]:
     """Return the site of every module of a network, in order, each module once."""
-    return [Site(module, path) for path, module in model.named_modules()]
+    return [Site(module, path) for path, module in nn.Module.named_modules(model)]

@@ -290,7 +290,7 @@ def applied(network: Network, step: Step) -> nn.Module:
     # Provenance records the tensors of the norms that the step replaced.
     edited = {edit.path for edit in step.edits}
     norms = {}
-    for path, module in network.module.named_modules():
+    for path, module in nn.Module.named_modules(network.module):
         if path in edited:
             recorded = site_of(module).recorded_tensors()
             norms.update({f"{path}.{name}": tensor for name, tensor in recorded.items()})

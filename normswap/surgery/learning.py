@@ -46,7 +46,7 @@ def follow(
     if not any(_learning(module) is not None for module in stood_for):
         stood_for = [_elsewhere(model, edit.path)]
 
-    for name, parameter in new.named_parameters():
+    for name, parameter in nn.Module.named_parameters(new):
         # The kept module is a copy, whose parameters have their flags.
         if kept is not None and name.startswith(f"{kept}."):
             continue
@@ -73,7 +73,7 @@ def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Modu
             if absorption.way in _CARRIES_GAMMA and gamma is not None and gamma.requires_grad:
                 learned.append(read)
 
-        names = dict(placed[edit.path].named_parameters()) if learned else {}
+        names = dict(nn.Module.named_parameters(placed[edit.path])) if learned else {}
         # The gammas are in the parameters that scale, not in the biases.
         scales = [name for name in names if name.rpartition(".")[2] not in (*_BETAS, "in_bias")]
         if not any(names[name].requires_grad for name in scales):
@@ -93,7 +93,7 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
         old: The linear layer.
         reads: The modules that the edit reads.
     """
-    own = dict(old.named_parameters())
+    own = dict(nn.Module.named_parameters(old))
     leaf = name.rpartition(".")[2]
     absorbed = list(zip(reads, edit.takes, strict=True)) if edit.takes else []
     summed = [module for module, absorption in absorbed if absorption.way is AbsorbMode.SUM]
@@ -141,7 +141,7 @@ def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) 
         stood_for: The modules whose parameters the new ones stand for.
     """
     # A tensor that stood there under the same name decides.
-    same = {**dict(old.named_buffers()), **dict(old.named_parameters())}.get(name)
+    same = {**dict(nn.Module.named_buffers(old)), **dict(nn.Module.named_parameters(old))}.get(name)
     if same is not None:
         return same.requires_grad
 
@@ -165,7 +165,7 @@ def _weight_learns(module: nn.Module) -> bool:
     biases = (*_BETAS, "in_bias")
     return any(
         parameter.requires_grad
-        for name, parameter in module.named_parameters()
+        for name, parameter in nn.Module.named_parameters(module)
         if name.rpartition(".")[2] not in biases
     )
 

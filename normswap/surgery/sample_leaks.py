@@ -513,7 +513,9 @@ def _step(model: nn.Module, calls: _Calls) -> _Step:
 
     handles = []
     for path, module in tree(copied).items():
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+        if any(
+            parameter.requires_grad for parameter in nn.Module.parameters(module, recurse=False)
+        ):
             handles.append(module.register_forward_pre_hook(partial(keep_rows, path)))
 
     leaves = call.map_floats(lambda tensor: tensor.detach().clone().requires_grad_())

@@ -54,7 +54,7 @@ def unfold(network: Network) -> Network:
         )
 
     # The bare source gets the tensors that are still there under their old names.
-    skeleton = zoo.create(arch).to(next(network.module.parameters()))
+    skeleton = zoo.create(arch).to(next(nn.Module.parameters(network.module)))
     source = bare(network, skeleton, arch)
     canonical = _canonical(network)
     state = copying.tensors(source.module)
@@ -143,9 +143,11 @@ def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
 
     A layer that stays inside a `Holder` is at `PATH.inner`, and was at `PATH`.
     """
-    holders = [path for path, module in model.named_modules() if isinstance(module, Holder)]
+    holders = [
+        path for path, module in nn.Module.named_modules(model) if isinstance(module, Holder)
+    ]
     modules = {}
-    for path, module in model.named_modules():
+    for path, module in nn.Module.named_modules(model):
         old_path = path
         # Inner holders come last in the list, and their `inner` is taken out first.
         for holder in reversed(holders):
@@ -170,8 +172,8 @@ def _tensors(
     for path, module in _by_old_path(model).items():
         if among(module):
             own = {
-                **dict(module.named_parameters(recurse=False)),
-                **dict(module.named_buffers(recurse=False)),
+                **dict(nn.Module.named_parameters(module, recurse=False)),
+                **dict(nn.Module.named_buffers(module, recurse=False)),
             }
             tensors.update({dotted(path, name): tensor for name, tensor in own.items()})
 
@@ -196,10 +198,10 @@ def _leave_out(source: nn.Module, names: Collection[str]) -> None:
         source: The bare source.
         names: The names of the tensors that are still there.
     """
-    for path, module in source.named_modules():
+    for path, module in nn.Module.named_modules(source):
         site = site_of(module)
         if site.is_layernorm or site.scaled_dim is not None:
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in nn.Module.named_parameters(module, recurse=False):
                 if f"{path}.{name}" not in names:
                     parameter.fill_(0.0 if name == "bias" else 1.0)
 

@@ -374,7 +374,7 @@ class Task:
         self.raw = (
             copying.duplicate(subject.module, {}).to(engine.device).to(memory_format=self.layout)
         )
-        self.dtype = next(self.raw.parameters()).dtype
+        self.dtype = next(nn.Module.parameters(self.raw)).dtype
         if train.sync_bn and engine.num_processes > 1:
             self.raw = synchronized(self.raw, engine.device)
         self.ema = (

@@ -268,7 +268,7 @@ class TrainingRun:
             finite, asked = self._agree(stop.is_set())
             if finite and (due or asked):
                 finite = all(
-                    bool(parameter.isfinite().all()) for parameter in task.raw.parameters()
+                    bool(parameter.isfinite().all()) for parameter in nn.Module.parameters(task.raw)
                 )
             if not finite:
                 raise self._not_finite()
@@ -517,7 +517,7 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
         return None
     if engine.num_processes > 1:
         # Without SyncBN every process has running statistics of its own.
-        for buffer in model.buffers():
+        for buffer in nn.Module.buffers(model):
             dist.broadcast(buffer, 0)
 
     # Means over all images are sums over the processes, each weighted by its number of images.

@@ -122,7 +122,7 @@ def clip_gradients(model: nn.Module, clip: Clip) -> None:
     if clip.mode == "agc":
         adaptive_clip_(model, clip.value)
     else:
-        dispatch_clip_grad(model.parameters(), clip.value, mode=clip.mode)
+        dispatch_clip_grad(nn.Module.parameters(model), clip.value, mode=clip.mode)
 
 
 @torch.no_grad()
@@ -157,7 +157,7 @@ def adaptive_clip_(
         raise OptionError(f"share={share!r:.40} clips nothing", "it is a positive number")
     if head is None:
         head = find_head(model)
-    spared = {id(parameter) for parameter in head.parameters()}
+    spared = {id(parameter) for parameter in nn.Module.parameters(head)}
     transposed = {
         id(layer.weight)
         for layer in nn.Module.modules(model)
@@ -220,7 +220,7 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     """
     get_classifier = getattr(model, "get_classifier", None)
     layer = get_classifier() if callable(get_classifier) else None
-    if isinstance(layer, nn.Module) and next(layer.parameters(), None) is not None:
+    if isinstance(layer, nn.Module) and next(nn.Module.parameters(layer), None) is not None:
         return layer
 
     if model not in _HEADS:

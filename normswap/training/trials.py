@@ -137,7 +137,7 @@ def is_at_edge(lr: float) -> bool:
 
 def _norms_to_eval(model: nn.Module, args: tuple[object, ...]) -> None:
     """Put every BatchNorm in eval mode: a hook that runs before each forward."""
-    for module in model.modules():
+    for module in nn.Module.modules(model):
         if site_of(module).is_batchnorm:
             module.eval()
 
