@@ -178,7 +178,8 @@ def with_other_digits(model: nn.Module, dtype: torch.dtype = torch.float64) -> n
     for parameter in nn.Module.parameters(changed):
         if parameter.is_floating_point():
             signs = torch.randint(2, parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + 4 * torch.finfo(dtype).eps * signs.to(parameter))
+            last_digit = 4 * torch.finfo(parameter.dtype).eps
+            parameter.mul_(1 + last_digit * signs.to(parameter))
     return changed
 
 

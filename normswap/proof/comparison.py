@@ -69,6 +69,7 @@ def compare(
     precise: Precise | None = None,
     traced: bool = True,
     keeps_blocks: bool = True,
+    moved_norms: Sequence[tuple[str, str]] = (),
 ) -> Report:
     """Run both networks in eval mode, on what the source is called with, and compare them.
 
@@ -81,6 +82,8 @@ def compare(
             for life.
         keeps_blocks: Whether an exact result claims the values at every block, too. Otherwise
             blocks are measured, but not judged, as where a scheme takes the mean out of a stream.
+        moved_norms: The paths of norms that the layer behind them took in, with that layer's path.
+            A block that holds the norm and not the layer has another value, and is not judged.
 
     Raises:
         VerificationError: One of them does not run, or the source differs from run to run.
@@ -93,6 +96,7 @@ def compare(
         precise=precise,
         anatomy=source.anatomy if traced else None,
         keeps_blocks=keeps_blocks,
+        moved_norms=moved_norms,
     )
     for example in calls:
         comparison.add(example, calls[0])
@@ -113,6 +117,7 @@ class _Comparison:
         precise: The comparison in float64, if there is one.
         anatomy: The source's recorded graph, if blocks are compared.
         keeps_blocks: Whether the result claims the values at every block.
+        moved_norms: Norms that layers behind them took in, with these layers.
         outputs: The errors at the outputs, by precision and input size.
         sites: The errors at the blocks.
         inside: The errors that are judged beside those of the outputs: at blocks, last layers and
@@ -132,6 +137,7 @@ class _Comparison:
     precise: Precise | None
     anatomy: Anatomy | None
     keeps_blocks: bool
+    moved_norms: Sequence[tuple[str, str]] = ()
     outputs: list[Error] = field(default_factory=list)
     sites: list[Error] = field(default_factory=list)
     inside: list[Measured] = field(default_factory=list)
@@ -144,7 +150,7 @@ class _Comparison:
     excused: list[Error] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.precision = str(self.source.dtype).removeprefix("torch.")
+        self.precision = str(self.source.coarsest_dtype).removeprefix("torch.")
         self.double_error = None if self.precise is None else self.precise.error
 
         # Only a block that is a module of its own can be measured at its output.
@@ -356,7 +362,7 @@ class _Comparison:
                 constant.append(name or "the output")
         self.shows_errors = bool(moving)
 
-        errors = list(self.sites) if self.keeps_blocks else []
+        errors = [error for error in self.sites if self._keeps(error.site)]
         if constant or not moving:
             errors = self._errors_that_show(example, outputs)
         if constant and moving:
@@ -367,6 +373,15 @@ class _Comparison:
         self.sites += [error for error in errors if error not in self.sites]
         if self.double_error is None:
             self.inside += self._measured_labels(example, outputs, others)
+
+    def _keeps(self, path: str) -> bool:
+        """Whether the result claims the value of the block at `path`."""
+
+        def holds(inner_path: str) -> bool:
+            return not path or inner_path.startswith(f"{path}.")
+
+        moves_on = any(holds(norm) and not holds(layer) for norm, layer in self.moved_norms)
+        return self.keeps_blocks and not moves_on
 
     def _moving_outputs(self, example: Example, outputs: Outputs) -> set[str]:
         """Return the names of the outputs of numbers that move visibly with the input.
@@ -440,10 +455,12 @@ class _Comparison:
             return []
 
         # Where values are taken: at the outputs of `paths`, and at the inputs of `entrances`.
-        blocks: list[str] = []
-        if self.keeps_blocks:
-            modules = anatomy.traced.modules
-            blocks = [block.path for block in anatomy.blocks if block.path in modules]
+        modules = anatomy.traced.modules
+        blocks = [
+            block.path
+            for block in anatomy.blocks
+            if block.path in modules and self._keeps(block.path)
+        ]
         last = _last_layers(anatomy.traced)
         are_labels = all(_are_labels(value) for value in outputs.values())
         paths = list(dict.fromkeys([*blocks, *last]))
@@ -507,7 +524,7 @@ class _Comparison:
                 others.append(inside(to_double(module), example.map_floats(Tensor.double)))
         if not others:
             others.append(inside(module, allowance.in_the_last_digit(example)))
-            changed = allowance.with_other_digits(module, self.source.dtype)
+            changed = allowance.with_other_digits(module, self.source.coarsest_dtype)
             others.append(inside(changed, example))
 
         measured: list[Measured] = []
@@ -556,7 +573,9 @@ class _Comparison:
             error = self._error_at(name, example, outputs, others)
             allowed = 0.0
             if error.relative_l2:
-                changed = allowance.with_other_digits(self.source.module, self.source.dtype)
+                changed = allowance.with_other_digits(
+                    self.source.module, self.source.coarsest_dtype
+                )
                 by_input, _ = run(self.source.module, allowance.in_the_last_digit(example))
                 by_weights, _ = run(changed, example)
                 input_change = distance(value, by_input[name]).relative_l2

@@ -262,6 +262,18 @@ def keeps_streams(steps: Sequence[Step]) -> bool:
     return not rescaled and not centres_streams(steps)
 
 
+def norms_that_move_on(steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
+    """Return the paths of norms that the layer behind them takes in, with that layer's path.
+
+    What comes between the two has other values then, though the network computes the same.
+    """
+    pairs: list[tuple[str, str]] = []
+    for step in steps:
+        for edit in step.edits:
+            pairs += [(path, edit.path) for path, how in edit.absorbed if how.way.precedes]
+    return tuple(pairs)
+
+
 def centres_streams(steps: Sequence[Step]) -> bool:
     """Whether the steps take the mean out of a residual stream, as `rmsnorm` does."""
     edits = itertools.chain.from_iterable(step.edits for step in steps)

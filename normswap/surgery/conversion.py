@@ -398,7 +398,12 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
 
     keeps_blocks = applying.keeps_streams([*source.provenance.plan.steps, *steps])
     report = comparison.compare(
-        source, last.model, exact=exact, precise=precise, keeps_blocks=keeps_blocks
+        source,
+        last.model,
+        exact=exact,
+        precise=precise,
+        keeps_blocks=keeps_blocks,
+        moved_norms=applying.norms_that_move_on(steps),
     )
 
     # The exact steps lose nothing, so the agreement of a single fitted step holds for all steps.
@@ -464,7 +469,13 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
 
     result = unfolding.unfold(network)
     keeps_blocks = applying.keeps_streams(steps)
-    report = comparison.compare(network, result.module, precise=precise, keeps_blocks=keeps_blocks)
+    report = comparison.compare(
+        network,
+        result.module,
+        precise=precise,
+        keeps_blocks=keeps_blocks,
+        moved_norms=applying.norms_that_move_on(steps),
+    )
     if report.unproved:
         verdict.require_passed(report, to)
     if not report.passed:

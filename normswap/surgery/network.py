@@ -223,13 +223,19 @@ class Network:
     def dtype(self) -> torch.dtype:
         return self._anchor.dtype
 
+    @cached_property
+    def coarsest_dtype(self) -> torch.dtype:
+        """The dtype of its parameters that rounds most: what the network may be off by."""
+        dtypes = {p.dtype for p in nn.Module.parameters(self.module) if p.is_floating_point()}
+        return max(dtypes | {self.dtype}, key=lambda dtype: torch.finfo(dtype).eps)
+
     @property
     def has_double(self) -> bool:
         """Whether a float64 copy of the network can be made, and would differ from it."""
         scripted = any(
             isinstance(module, torch.jit.ScriptModule) for module in nn.Module.modules(self.module)
         )
-        return self.dtype != torch.float64 and self.device_has_double and not scripted
+        return self.coarsest_dtype != torch.float64 and self.device_has_double and not scripted
 
     @cached_property
     def device_has_double(self) -> bool:
