@@ -7,7 +7,7 @@ parameters alone: in eval mode it is a constant, which can be stored instead ("b
 """
 
 from collections import OrderedDict
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,11 +52,23 @@ class Gain(OwnLayer):
 class Standardized(OwnLayer):
     """Base of convolutions with scaled weight standardization and timm's parameters.
 
-    `mean` (O, 1, ...) is added to the standardized filters, or is None.
+    `mean` (O,), divided by sqrt(fan_in), is added to the standardized filters, or is None.
     """
 
     ROLES = {"mean": "filter_mean"}
     mean: nn.Parameter | None
+    weight: Tensor
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
+    ) -> None:
+        """Load the tensors, after `mean` of an older file: (O, 1, ...), and not scaled."""
+        name = f"{prefix}mean"
+        mean = state_dict.get(name)
+        if self.mean is not None and isinstance(mean, Tensor) and mean.ndim > 1:
+            fan_in = self.weight[0].numel()
+            state_dict[name] = (mean.double() * fan_in**0.5).flatten().to(mean.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *others, **named)
 
 
 class StandardizedTensors(Protocol):
@@ -71,6 +83,7 @@ class StandardizedTensors(Protocol):
     eps: float
     mean: Tensor
     out_channels: int
+    kernel_size: tuple[int, ...]
 
 
 class TunedConv2d(OwnLayer, nn.Conv2d):
@@ -264,7 +277,9 @@ def effective(conv: nn.Module) -> Tensor:
     flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=layer.eps)
     weight: Tensor = flat.reshape_as(layer.weight)
     if keeps_mean(layer):
-        weight = weight + layer.mean
+        mean = layer.mean * layer.scale
+        # A symbolic trace knows no shape of the weight, and the kernel's is a plain number.
+        weight = weight + mean.view(-1, 1, *(1,) * len(layer.kernel_size))
     return weight
 
 

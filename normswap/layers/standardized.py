@@ -3,7 +3,8 @@
 timm's ScaledStdConv2d computes (w - mean w) / sqrt(var w + eps) * gain * gamma / sqrt(fan_in) per
 filter (Brock et al. 2021, arXiv:2101.08692). With gain = sqrt(var w + eps) * sqrt(fan_in) / gamma
 this is w - mean w, which equals w for filters that sum to zero. Other filters need one more number
-each, their mean.
+each, their mean. It is stored times sqrt(fan_in): the gradient of a number that is added to all
+weights of a filter is sqrt(fan_in) times as large as what they need.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Other(Standardized, _ConvNd):
         self.scale = self.weight[0].numel() ** -0.5
         self.eps = eps
 
-        filter_mean = nn.Parameter(torch.zeros_like(self.gain)) if mean else None
+        filter_mean = nn.Parameter(self.weight.new_zeros(filters)) if mean else None
         self.register_parameter("mean", filter_mean)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,12 +63,12 @@ STANDARDIZED = (ScaledStdConv2d, ScaledStdConv2dSame, Standardized)
 
 
 class MeanStdConv2d(Standardized, ScaledStdConv2d):
-    """timm's `ScaledStdConv2d` with one more parameter: `mean` (O, 1, 1, 1) of its filters."""
+    """timm's `ScaledStdConv2d` with one more parameter: `mean` (O,) of its filters, scaled."""
 
     def __init__(self, *args: Any, same_pad: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.same_pad = same_pad
-        self.mean = nn.Parameter(torch.zeros_like(self.gain))
+        self.mean = nn.Parameter(self.weight.new_zeros(len(self.weight)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, I, H, W) to (N, O, H', W')."""
@@ -93,7 +94,7 @@ def set_effective(conv: nn.Module, weight: Tensor) -> None:
     layer.weight.copy_(weight - mean)
     layer.gain.copy_((variance + layer.eps).sqrt() / layer.scale)
     if keeps_mean(layer):
-        layer.mean.copy_(mean)
+        layer.mean.copy_(mean.flatten() / layer.scale)
 
 
 def effective_weight(layer: Linearity) -> Tensor:

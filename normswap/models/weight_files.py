@@ -442,8 +442,8 @@ def _mends_itself(model: nn.Module, state: StateDict) -> bool:
         state[name].dtype.is_floating_point != own[name].dtype.is_floating_point for name in shared
     ):
         return False
-    # Where all names are the same, there is nothing that a layer could mend.
-    if state.keys() == own.keys():
+    # Where all names and shapes are the same, there is nothing that a layer could mend.
+    if _fits(state, own):
         return False
 
     filled: dict[str, object] = OrderedDict({**state, **state.extras})
