@@ -136,13 +136,25 @@ def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
         builder: The builder of the step that was refused.
     """
     norms = [norm.path for norm in anatomy.norms if anatomy.takes_part(norm.path)]
-    skip = naming(builder.refusals, [path for path in norms if path not in builder.refusals])
-    with suppress(NormswapError):
-        outside = anatomy.outside | restrict(anatomy, skip=skip).outside
-        rest: PlanBuilder = chosen.scheme.plan(replace(anatomy, outside=outside), **chosen.own)
-        if not rest.refusals and (rest.replacements or rest.linears):
-            return f"`{spelled('skip', skip)}` leaves these as they are and converts the rest"
-    return ""
+    others = [path for path in norms if path not in builder.refusals]
+    # A pattern of a whole part is short, and names its linear layers, too, which then stay as they
+    # are: the norms beside it may need them. A pattern of norms alone leaves them.
+    beside = [path for path in anatomy.traced.modules if path and path not in builder.refusals]
+    patterns_of_parts = naming(builder.refusals, others)
+    patterns_of_norms = naming(builder.refusals, beside)
+
+    remedies: list[str] = []
+    for skip in (patterns_of_parts, patterns_of_norms):
+        with suppress(NormswapError):
+            outside = anatomy.outside | restrict(anatomy, skip=skip).outside
+            rest: PlanBuilder = chosen.scheme.plan(replace(anatomy, outside=outside), **chosen.own)
+            if rest.refusals or not (rest.replacements or rest.linears):
+                continue
+            remedy = f"`{spelled('skip', skip)}` leaves these as they are and converts the rest"
+            if rest.outcomes == builder.outcomes:
+                return remedy
+            remedies.append(remedy)
+    return next(iter(remedies), "")
 
 
 def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:

@@ -69,7 +69,7 @@ def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Modu
     for edit in edits:
         learned: list[str] = []
         for read, absorption in edit.absorbed:
-            gamma = _tensor(source.get_submodule(read), _GAMMAS)
+            gamma = _gamma_at(source, read)
             if absorption.way in _CARRIES_GAMMA and gamma is not None and gamma.requires_grad:
                 learned.append(read)
 
@@ -82,6 +82,13 @@ def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Modu
     if not stopped:
         return []
     return [f"the gammas of {first_few(stopped)} learned, and are part of frozen weights now"]
+
+
+def _gamma_at(model: nn.Module, path: str) -> nn.Parameter | Tensor | None:
+    """Return the gamma of the norm at a path, or the parameter that scales channels there."""
+    owner_path, _, name = path.rpartition(".")
+    value = getattr(model.get_submodule(owner_path), name)
+    return _tensor(value, _GAMMAS) if isinstance(value, nn.Module) else value
 
 
 def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.Module]) -> bool:

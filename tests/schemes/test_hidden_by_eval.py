@@ -16,6 +16,7 @@ from support.six_networks import SIX, fits, images, measured, trained
 from torch import Tensor, nn
 
 import normswap
+from normswap.plan import AbsorbMode
 from normswap.surgery.network import Network
 
 DROPOUTS = (nn.Dropout, nn.Dropout2d)
@@ -152,10 +153,32 @@ SAID = "no norm says how much its output varies|times the mean variance|part of 
 ALL = [(name, row) for name in SIX for row in ROWS if fits(name, row.scheme)]
 
 
+# How a neighbour's shift gets into a bias.
+SHIFTS = (AbsorbMode.AFTER, AbsorbMode.BEFORE, AbsorbMode.BEFORE_SHIFT)
+
+
+def _took_a_learning_beta(name: str, source: nn.Module, done: normswap.Conversion) -> bool:
+    """Whether the parameter is a bias into which a norm was folded whose beta learned."""
+    path, _, leaf = name.rpartition(".")
+    if leaf != "bias":
+        return False
+    for step in done.plan.steps:
+        for edit in step.edits:
+            for norm_path, absorption in edit.absorbed if edit.path == path else ():
+                beta = getattr(source.get_submodule(norm_path), "bias", None)
+                carries_beta = absorption.way in SHIFTS
+                if carries_beta and beta is not None and beta.requires_grad:
+                    return True
+    return False
+
+
 @pytest.mark.parametrize(("name", "row"), ALL, ids=str)
 @pytest.mark.one_in(4)
 def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row) -> None:
-    """Every parameter that lives on under its name; and a dropout drops what it dropped."""
+    """Every parameter that lives on under its name; and a dropout drops what it dropped.
+
+    A bias into which the shift of a norm went learns where that norm's beta learned.
+    """
     source = copy.deepcopy(trained(name))
     layers = [path for path, module in source.named_modules() if module._parameters]
     generator = dice(name, row)
@@ -172,7 +195,8 @@ def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row) -> None:
     for old, parameter in source.named_parameters():
         new = names.get(old, old)
         if new in now:
-            assert now[new].requires_grad == parameter.requires_grad, new
+            learned = parameter.requires_grad or _took_a_learning_beta(old, source, done)
+            assert now[new].requires_grad == learned, new
 
     drops = {
         path: module.p for path, module in source.named_modules() if isinstance(module, DROPOUTS)
