@@ -112,7 +112,7 @@ def refit(
         for number, (theirs, ours, path, module) in enumerate(layers):
             place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
             try:
-                if isinstance(module, SiteNorm):
+                if estimates(module, source.get_submodule(path)):
                     _estimate_norm(module, source.get_submodule(path), place)
                 elif normalizes(module):
                     _fit_norm(module, source.get_submodule(path), place)
@@ -154,7 +154,7 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
 
         other = theirs.modules[path]
         once = len(ours.calls[id(module)]) == len(theirs.calls[id(other)]) == 1
-        if isinstance(module, SiteNorm):
+        if isinstance(module, SiteNorm) or estimates(module, other):
             fitted = site_of(other).averages
         elif normalizes(module):
             fitted = once and site_of(other).is_affine
@@ -165,6 +165,11 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
             layers.append((calls[path], node, path, module))
 
     return layers
+
+
+def estimates(module: nn.Module, source: nn.Module) -> bool:
+    """Whether a layer is a BatchNorm in the place of a norm with statistics per sample."""
+    return site_of(module).is_batchnorm and site_of(source).averages
 
 
 def behind_choice(record: Traced) -> set[fx.Node]:

@@ -44,7 +44,7 @@ class FrozenNorm(PlannedLayer):
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> nn.Module:
         """Return the frozen norm. Its arguments are documented at `SiteNorm.replacing`."""
-        live = SiteNorm.replacing(old, like=like, **measured)
+        live = SiteNorm.of_any_size(old, like=like, **measured)
         if live.act is None:
             new: nn.Module = FrozenBatchNorm(live.num_features, live.eps)
         else:
@@ -89,4 +89,4 @@ class EvalNorm(PlannedLayer, OwnLayer):
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> EvalNorm:
         """Return the norm in eval mode. Its arguments are documented at `SiteNorm.replacing`."""
-        return cls(SiteNorm.replacing(old, like=like, **measured))
+        return cls(SiteNorm.of_any_size(old, like=like, **measured))

@@ -6,12 +6,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from normswap import copying
 from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import NotNegative, PlannedLayer
-from normswap.layers.site_norm import SiteNorm, empty_like_norm
+from normswap.layers.site_norm import SiteNorm, empty_like_norm, torchs_own
 
 
 class MeasuredNorm(PlannedLayer):
@@ -30,8 +31,9 @@ class MeasuredNorm(PlannedLayer):
         if isinstance(conv._parameters.get("bias"), nn.Parameter):
             conv.bias = None
 
-        norm = SiteNorm(_outputs(conv), eps=eps, momentum=momentum, ghost=0, act=None)
-        norm.to(empty_like_norm(old, like))
+        measured = SiteNorm(_outputs(conv), eps=eps, momentum=momentum, ghost=0, act=None)
+        measured.to(empty_like_norm(old, like))
+        norm = torchs_own(measured, 2 + len(conv.kernel_size))
         chain = Chain(conv, norm)
         undo_after_conv(old, conv, norm)
         return chain
@@ -45,7 +47,7 @@ def _outputs(conv: _ConvNd) -> int:
 
 
 @torch.no_grad()
-def undo_after_conv(source: _ConvNd, conv: _ConvNd, norm: SiteNorm) -> None:
+def undo_after_conv(source: _ConvNd, conv: _ConvNd, norm: _BatchNorm) -> None:
     """Set gamma and beta of a norm so that `conv` and the norm compute what `source` does.
 
     Args:

@@ -1,4 +1,8 @@
-"""The BatchNorm that normswap places: kept, put back where a norm was, or with ghost batches."""
+"""The BatchNorm that normswap places: kept, put back where a norm was, or with ghost batches.
+
+It is torch's own class wherever that computes the same, as other programs know that one alone:
+torch.fx keeps it as a layer, which goes to eval mode, and does not trace into its forward.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,13 @@ class Measured(TypedDict, total=False):
     settings: Record | None
 
 
+# torch's own BatchNorm, by the number of dimensions of its input (N, C, ...).
+OF_TORCH: dict[int, type[_BatchNorm]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
 _COPIED = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -98,13 +109,11 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         mean: Floats = None,
         std: Deviations = None,
         settings: Record | None = None,
-    ) -> SiteNorm:
+        dims: Annotated[int, Ge(0)] = 0,
+    ) -> _BatchNorm:
         """Return the BatchNorm that computes what `old` does.
 
-        Without `mean` and `std`, `old` is a norm and its tensors are kept. With `mean` and `std`,
-        `old` is y = s x + t: the identity, or a ChannelBias or ChannelAffine. A norm with any mean
-        and variance computes s x + t if gamma = s sqrt(var + eps) and beta = t + s mean (Ioffe &
-        Szegedy, section 3).
+        It is torch's own where it has neither an activation nor ghost batches.
 
         Args:
             old: The norm, or what stands where a norm was.
@@ -113,6 +122,31 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
             mean: The measured mean of the norm's input, per channel.
             std: The measured deviation of the norm's input, per channel.
             settings: Eps, momentum and number of batches that the norm had before.
+            dims: The number of dimensions of the norm's input. 0 means that it is not known, as in
+                older plans: then the norm is no class of torch's own.
+        """
+        new = cls.of_any_size(old, like=like, ghost=ghost, mean=mean, std=std, settings=settings)
+        return torchs_own(new, dims)
+
+    @classmethod
+    def of_any_size(
+        cls,
+        old: nn.Module,
+        *,
+        like: Tensor,
+        ghost: Annotated[int, Ge(0)] = 0,
+        mean: Floats = None,
+        std: Deviations = None,
+        settings: Record | None = None,
+    ) -> SiteNorm:
+        """Return the BatchNorm that computes what `old` does, for inputs of any size.
+
+        Without `mean` and `std`, `old` is a norm and its tensors are kept. With `mean` and `std`,
+        `old` is y = s x + t: the identity, or a ChannelBias or ChannelAffine. A norm with any mean
+        and variance computes s x + t if gamma = s sqrt(var + eps) and beta = t + s mean (Ioffe &
+        Szegedy, section 3).
+
+        The arguments are documented at `replacing`.
         """
         recorded: Body = {
             "eps": 1e-5,
@@ -154,14 +188,42 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         return new
 
 
+def torchs_own(norm: SiteNorm, dims: int) -> _BatchNorm:
+    """Return torch's own BatchNorm with the tensors of a norm, or the norm itself.
+
+    The norm itself is returned if it has an activation or ghost batches, or if torch has no
+    BatchNorm of so many dimensions.
+
+    Args:
+        norm: The norm, which is given up: its tensors are taken over.
+        dims: The number of dimensions of its input.
+    """
+    kind = OF_TORCH.get(dims)
+    if kind is None or norm.ghost or norm.act is not None:
+        return norm
+
+    new = kind(norm.num_features, eps=norm.eps, momentum=norm.momentum)
+    new._parameters.update(norm._parameters)
+    new._buffers.update(norm._buffers)
+    return new.train(norm.training)
+
+
 class EmptyNorm(PlannedLayer):
     """A BatchNorm in place of a per-sample norm; `sequential_fit` sets its values."""
 
     KEEPS_NORM = True
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor) -> SiteNorm:
-        """Return a BatchNorm with gamma and beta of `old` and with statistics of 0 and 1."""
+    def replacing(
+        cls, old: nn.Module, *, like: Tensor, dims: Annotated[int, Ge(0)] = 0
+    ) -> _BatchNorm:
+        """Return a BatchNorm with gamma and beta of `old` and with statistics of 0 and 1.
+
+        Args:
+            old: The norm with statistics per sample.
+            like: An empty tensor of the model's dtype and device.
+            dims: The number of dimensions of its input, as in `SiteNorm.replacing`.
+        """
         act = affine.copied_activation(old)
         eps = getattr(old, "eps", 1e-5)
         new = SiteNorm(affine.channels(old), eps=eps, momentum=0.1, ghost=0, act=act)
@@ -171,7 +233,7 @@ class EmptyNorm(PlannedLayer):
             value = getattr(old, name, None)
             if value is not None:
                 getattr(new, name).copy_(value)
-        return new
+        return torchs_own(new, dims)
 
 
 def empty_like_norm(norm: nn.Module, like: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class Tuned(PlannedLayer):
         )
         factors = cast(FoldFactors, options)
         conv = folded(old, neighbours, like=like, takes=neighbour_takes, **factors)
-        live = SiteNorm.replacing(norm, like=like, **measured)
+        live = SiteNorm.of_any_size(norm, like=like, **measured)
         live.to(conv.weight)
 
         # No constructor takes everything that a convolution may carry, so the attributes are moved.

@@ -13,6 +13,7 @@ statistics depend on how the norm was folded:
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from normswap.errors import RefusedError, spelled
@@ -23,7 +24,7 @@ from normswap.layers import reparametrized
 from normswap.layers.channelwise import ChannelAffine
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import OwnLayer
-from normswap.layers.site_norm import SiteNorm
+from normswap.layers.site_norm import OF_TORCH, SiteNorm
 from normswap.plan import AbsorbMode, Body, Edit, Outcome
 from normswap.schemes.replaceable_batchnorms import require_no_tokenwise_norms
 from normswap.sites.known_norms import Statistics
@@ -47,14 +48,17 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
         """Keep a BatchNorm that takes its statistics as wanted, and replace any other."""
         path = site.path
         module = site.module
-        same = module.ghost == ghost_batch if isinstance(module, SiteNorm) else not ghost_batch
+        dims = {} if ghost_batch else dimensions(anatomy, path)
+        same = not ghost_batch
+        if isinstance(module, SiteNorm):
+            becomes_torchs_own = bool(dims) and module.act is None
+            same = module.ghost == ghost_batch and not becomes_torchs_own
         of_batch = site.statistics_in_training is Statistics.BATCH and not site.is_registered
         if same and of_batch:
             builder.settle(path, Outcome("kept", "kept"))
         else:
-            builder.replace(
-                path, "SiteNorm", **ghost, **_settings(anatomy, anatomy.original_path(path))
-            )
+            settings = _settings(anatomy, anatomy.original_path(path))
+            builder.replace(path, "SiteNorm", **ghost, **settings, **dims)
             sentence = f"statistics over {ghost_batch or 'all'} samples"
             builder.settle(path, Outcome("statistics over some samples", sentence))
 
@@ -203,6 +207,20 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
     return builder
 
 
+def dimensions(anatomy: Anatomy, path: str) -> Body:
+    """Return the number of dimensions of what the layer at a path is given, for a `SiteNorm`.
+
+    Nothing is returned where the layer is not called, or with different ones, or where torch has no
+    BatchNorm for it.
+    """
+    module = anatomy.traced.modules.get(path)
+    shapes = [call.meta.get("shape") for call in anatomy.traced.calls.get(id(module), ())]
+    counts = {len(shape) if isinstance(shape, torch.Size) else 0 for shape in shapes}
+    if len(counts) != 1 or not counts <= OF_TORCH.keys():
+        return {}
+    return {"dims": counts.pop()}
+
+
 def _settings(anatomy: Anatomy, path: str) -> Body:
     """Return the recorded settings of the norm that stood at `path`, for a `SiteNorm`."""
     norms = anatomy.provenance.norms
@@ -226,6 +244,9 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         args: The arguments of the new layer.
     """
     path = builder.anatomy.current_path(original)
+    if layer == SiteNorm.__name__ and not args.get("ghost"):
+        args = {**args, **dimensions(builder.anatomy, path)}
+
     old = builder.traced.modules.get(path)
     if old is None or (id(old) not in builder.traced.calls and not isinstance(old, Vacant)):
         builder.notes.append(f"{path}: there is no place for its norm any more")

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from normswap.calibration import channel_moments
@@ -24,8 +25,8 @@ from normswap.graph.inspection import Anatomy
 from normswap.graph.tracing import LINEAR, Traced, is_add, is_mul
 from normswap.layers import measured_norm
 from normswap.layers.placeholders import Chain
-from normswap.layers.site_norm import SiteNorm
 from normswap.plan import Outcome, Step
+from normswap.schemes.norm_insertion import dimensions
 from normswap.schemes.replaceable_batchnorms import readers, require_no_tokenwise_norms
 from normswap.schemes.scheme import FitTask
 from normswap.sites.activations import is_activation, is_activation_call
@@ -90,11 +91,11 @@ def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
         measured_norm.undo_after_conv(cast(_ConvNd, source.get_submodule(path)), conv, norm)
 
 
-def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, SiteNorm]]:
+def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, _BatchNorm]]:
     """Return path, convolution and norm of each place where the step added a norm."""
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
     return [
-        (path, cast(_ConvNd, chain.inner), cast(SiteNorm, chain.then)) for path, chain in chains
+        (path, cast(_ConvNd, chain.inner), cast(_BatchNorm, chain.then)) for path, chain in chains
     ]
 
 
@@ -187,7 +188,7 @@ def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
     builder = PlanBuilder(anatomy)
     for norm in anatomy.norms:
         if norm.averages and anatomy.takes_part(norm.path):
-            builder.replace(norm.path, "EmptyNorm")
+            builder.replace(norm.path, "EmptyNorm", **dimensions(anatomy, norm.path))
             builder.settle(norm.path, Outcome("estimated", "becomes what it does on average"))
     return builder
 

@@ -280,7 +280,7 @@ def test_the_formula_filter_by_filter(name: str, mean: bool) -> None:
         standardized_filter = (w - w.mean()) / (w.var(correction=0) + conv.eps) ** 0.5
         weight[i] = standardized_filter * conv.gain[i] / w.numel() ** 0.5
         if mean:
-            weight[i] += conv.mean[i]
+            weight[i] += conv.mean[i] / conv.weight[0].numel() ** 0.5
     plain = kind.__bases__[1](4, 6, 3, **options).double()
     tensors = {"weight": weight}
     if conv.bias is not None:
