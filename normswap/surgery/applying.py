@@ -229,7 +229,7 @@ def _module(model: nn.Module, path: str, who: str) -> nn.Module:
     module = find(model, path, who)
     if isinstance(module, nn.Parameter) and module.ndim:
         scale = timm_layers.LayerScale(module.numel())
-        scale.gamma = nn.Parameter(module.detach().flatten())
+        scale.gamma = nn.Parameter(module.detach().flatten(), module.requires_grad)
         return scale
     if not isinstance(module, nn.Module):
         raise PlanError(f"{who} names {path!r}, which is no module but a {type(module).__name__}")

@@ -73,7 +73,10 @@ def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Modu
             if absorption.way in _CARRIES_GAMMA and gamma is not None and gamma.requires_grad:
                 learned.append(read)
 
-        names = dict(nn.Module.named_parameters(placed[edit.path])) if learned else {}
+        # An edit of a plain parameter places no module.
+        if not learned or edit.path not in placed:
+            continue
+        names = dict(nn.Module.named_parameters(placed[edit.path]))
         # The gammas are in the parameters that scale, not in the biases.
         scales = [name for name in names if name.rpartition(".")[2] not in (*_BETAS, "in_bias")]
         if not any(names[name].requires_grad for name in scales):
@@ -202,11 +205,17 @@ def _elsewhere(model: nn.Module, path: str) -> nn.Module:
     """Return the module that decides for one without parameters.
 
     It is the layer that absorbed the norm that stood at the path, or else the nearest module around
-    the path that has parameters.
+    the path that has parameters. A plain parameter that absorbed the norm is given in a list.
     """
     for edit in reversed(provenance.of(model).plan.edits):
-        if path in edit.reads and edit.path != path:
-            return model.get_submodule(edit.path)
+        if path not in edit.reads or edit.path == path:
+            continue
+        parent, _, name = edit.path.rpartition(".")
+        absorbed_in = getattr(model.get_submodule(parent), name)
+        if isinstance(absorbed_in, nn.Parameter):
+            return nn.ParameterList([absorbed_in])
+        if isinstance(absorbed_in, nn.Module):
+            return absorbed_in
 
     module = model
     around = [model]
