@@ -331,3 +331,10 @@ def test_only_declared_skips_pass(
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
 
     result.assert_outcomes(**{outcome: 1})
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """Pytest collects two files of one name as one, and fails."""
+    names = [file.name for file in (ROOT.parent / "tests").rglob("test_*.py")]
+
+    assert [name for name in names if names.count(name) > 1] == []
