@@ -140,17 +140,15 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     if not is_clear or not _fits_all_norms(case, best.prepared):
         return
 
-    yield Finding(
-        "preprocessing",
-        paths=tuple(site.path for site in case.sites[:1]),
+    yield _of_preparation(
+        case,
+        best.preparation,
         evidence=(
             f"the first norm's input on {case.images.count} images{best.given_as} is"
             f" {present_distances[0]:.2g} nats (KL divergence) from its statistics; with"
             f" {best.preparation} it is {least[0]:.2g}"
         ),
-        certainty=Certainty.LIKELY,
         cost="every layer sees other values than in training",
-        mend=_mend(case, best.preparation),
     )
 
 
@@ -182,17 +180,34 @@ def exchanged_colours(case: Case) -> Iterator[Finding]:
     error = float(gain.std()) / len(gain) ** 0.5
     if float(gain.mean()) < max(_SURER, _SURER_ERRORS * error):
         return
-    yield Finding(
-        "preprocessing",
-        paths=tuple(site.path for site in case.sites[:1]),
+    yield _of_preparation(
+        case,
+        reversed_order,
         evidence=(
             f"with red and blue exchanged (channels as BGR) the answers to {len(gain)} images are"
             f" surer: their entropy is {float(reversed_entropy.mean()):.2f} nats, not"
             f" {float(given_entropy.mean()):.2f}"
         ),
-        certainty=Certainty.LIKELY,
         cost="every layer sees other colours than in training",
-        mend=_mend(case, reversed_order),
+    )
+
+
+def _of_preparation(case: Case, preparation: _Preparation, *, evidence: str, cost: str) -> Finding:
+    """Return the finding that images are prepared otherwise than in training.
+
+    Args:
+        case: The network and its images.
+        preparation: The preparation that the network expects.
+        evidence: What shows it.
+        cost: What it costs.
+    """
+    return Finding(
+        "preprocessing",
+        paths=tuple(site.path for site in case.sites[:1]),
+        evidence=evidence,
+        certainty=Certainty.LIKELY,
+        cost=cost,
+        mend=_mend(case, preparation),
     )
 
 
