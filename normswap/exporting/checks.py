@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,8 +135,8 @@ class Reference:
             is.
         anatomy: The source's anatomy, which tells scores of classes from waves and features. None
             where it cannot be had.
-        unfolded: A function that runs the source, as it is, in a file of the same format. It is
-            called where the file's answers are nearly zero and wrong. None if there is none.
+        unfolded: A function whose context holds a file of the source as it is, in its runtime. It
+            is called where the file's answers are nearly zero and wrong. None if there is none.
     """
 
     source: nn.Module
@@ -145,7 +145,13 @@ class Reference:
     raw: Callable[[Tensor], Tensor] = lambda images: images
     rounded: Runs | None = None
     anatomy: Anatomy | None = None
-    unfolded: Runs | None = None
+    unfolded: Callable[[], AbstractContextManager[Runs]] | None = None
+
+    def expected(self, answers: Outputs) -> Outputs:
+        """Return what the file must give where the source gives `answers`."""
+        if not self.softmax:
+            return answers
+        return {name: logits.softmax(-1) for name, logits in answers.items()}
 
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The file's answers to inputs of the network."""
@@ -305,9 +311,7 @@ class _Compared:
                 f"{what} gives {len(values)} tensors", f"the network gives {len(answers)}"
             )
 
-        expected = answers
-        if reference.softmax:
-            expected = {name: logits.softmax(-1) for name, logits in answers.items()}
+        expected = reference.expected(answers)
         actual = dict(zip(answers, values, strict=True))
         self._add_change(example, expected)
         self._add_rounding(tensors, expected)
@@ -372,12 +376,12 @@ class _Compared:
         # believed to depend on them.
         moved: Outputs = {}
         with suppress(Exception):
-            moved = reference.signature.answers(reference.source, tuple(other.tensors()))
+            answers = reference.signature.answers(reference.source, tuple(other.tensors()))
+            moved = reference.expected(answers)
         if not moved:
             self.changes = dict.fromkeys(self.changes, math.inf)
 
         for name, value in moved.items():
-            value = value.softmax(-1) if reference.softmax else value
             self.changes[name] = distance(self.expected[name], value).relative_l2
 
     def _add_rounding(self, tensors: tuple[Tensor, ...], expected: Outputs) -> None:
@@ -460,14 +464,13 @@ class _Compared:
         if reference.unfolded is None:
             return 0.0
         own = OutputDistances("float32")
-        for tensors in self.inputs:
-            expected = reference.signature.answers(reference.source, tensors)
-            values = reference.answers(reference.unfolded, tensors)
-            own.add(
-                reference.signature.example(tensors),
-                expected,
-                dict(zip(expected, values, strict=True)),
-            )
+        with reference.unfolded() as runs:
+            for tensors in self.inputs:
+                answers = reference.signature.answers(reference.source, tensors)
+                expected = reference.expected(answers)
+                values = reference.answers(runs, tensors)
+                example = reference.signature.example(tensors)
+                own.add(example, expected, dict(zip(expected, values, strict=True)))
         return own.error().relative_l2
 
     def _own_change(self, name: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -215,7 +216,7 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     if dtype in exporter.HALVES:
         rounded = exporter.folded(request).rounded(exporter.HALVES[dtype])
     batches, described = request.batches(images)
-    reference = replace(request.reference(rounded), unfolded=exporter.unfolded(request))
+    reference = replace(request.reference(rounded), unfolded=partial(exporter.unfolded, request))
     inside = exporter.inside(request, exported.file, rounded)
 
     return checks.check(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,7 +181,7 @@ def export(
         if form.runs_here:
             log("checking")
             batches, described = request.batches(images)
-            reference = replace(request.reference(rounded), unfolded=unfolded(request))
+            reference = replace(request.reference(rounded), unfolded=partial(unfolded, request))
             look = inside(request, aside, rounded)
             figures = checks.check(
                 reference, form.open(aside), batches, dtype=dtype, described=described, inside=look
@@ -215,18 +217,15 @@ def export(
     )
 
 
-def unfolded(request: ExportRequest) -> formats.Runs:
-    """Return a function that writes the source as it is, and runs that file on its inputs."""
-
-    def run(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        source = copying.duplicate(request.source, {}).eval()
-        contents = FileContents(Shipped(source, request.signature), request.traced_on)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / request.file.name
-            request.form.write(contents, file, None)
-            return request.form.open(file)(*tensors)
-
-    return run
+@contextmanager
+def unfolded(request: ExportRequest) -> Iterator[formats.Runs]:
+    """Write the source as it is as such a file, for a while, and yield the file in its runtime."""
+    source = _shipped(request, copying.duplicate(request.source, {}).eval())
+    contents = FileContents(source, request.traced_on, request.settings.dynamic_batch)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / request.file.name
+        request.form.write(contents, file, None)
+        yield request.form.open(file)
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
@@ -266,8 +265,12 @@ def _cast(model: object, dtype: str) -> str:
 
 def folded(request: ExportRequest) -> Shipped:
     """Return the folded network in float32, with normalization and softmax as requested."""
+    return _shipped(request, fold_for_export(request.network))
+
+
+def _shipped(request: ExportRequest, network: nn.Module) -> Shipped:
+    """Return a network as a file holds it, with normalization and softmax as requested."""
     settings = request.settings
-    network = fold_for_export(request.network)
     normalization = request.normalization if settings.normalize else None
     return Shipped(
         network, request.signature, normalization=normalization, softmax=settings.softmax

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -328,13 +329,17 @@ def test_a_planted_fault_is_seen_under_torch_compile(
     assert any(deviation.relative_l2 > deviation.allowed for deviation in found)
 
 
-def test_answers_that_are_nearly_zero_are_held_to_a_file_of_the_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["", "dynamic_batch", "normalize"])
+def test_answers_that_are_nearly_zero_are_held_to_a_file_of_the_source(
+    option: str, tmp_path: Path
+) -> None:
     """onnxruntime's sigmoid gives 0 for 3e-9; whatever is wrong before it is still seen."""
     source = made("with blocks")
     source.outputs = _saturated
     file = tmp_path / "model.onnx"
 
-    figures = normswap.export(source, file, input_size=SIZE).figures
+    options: Any = {option: True} if option else {}
+    figures = normswap.export(source, file, input_size=SIZE, **options).figures
     exported = ExportedFile.find(str(file))
     assert exported is not None
     wrong = exported_file.verify(exported, broken(source, one_block))
