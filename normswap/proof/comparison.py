@@ -22,12 +22,11 @@ from normswap.graph.recorder import Widening
 from normswap.graph.tracing import Traced, inputs as inputs_of
 from normswap.models.calling import Example
 from normswap.models.modes import full_precision
-from normswap.models.network_input import runs
 from normswap.proof import allowance
 from normswap.proof.distance import Error, Outputs, between, distance
 from normswap.proof.doubles import Precise
 from normswap.proof.running import Source, both, entrance, run, with_other_values
-from normswap.proof.verdict import Judgement, Measured, Reason, Report, judge
+from normswap.proof.verdict import JudgedError, Judgement, Reason, Report, judge
 
 _AMPLIFIES = Reason(
     "in float64, too, changing the last digit of its input changes the source's output by more"
@@ -42,8 +41,6 @@ _NOT_FINITE = Reason(
     "the network itself gives NaN or infinite numbers",
     "Its weights are too large, or it needs other inputs: `inputs=`",
 )
-# How the name of a value that enters a layer begins.
-_ENTRANCE = entrance("")
 _EMPTY = Reason("the outputs are empty: no number was compared")
 _SAME_LABELS = "every input gives the same labels, so this check says little"
 _CONSTANT = Reason("every input gives the same numbers: nothing was compared")
@@ -60,6 +57,35 @@ _HARDLY = 1e-4
 _VISIBLE = 10
 
 
+@dataclass(frozen=True)
+class Claims:
+    """What an exact result claims of the values inside of a network.
+
+    Args:
+        keeps_blocks: Whether it keeps the values at blocks. A stream that is rescaled, or that lost
+            its mean, has others.
+        moved_norms: The paths of norms that the layer behind them took in, with that layer's path.
+    """
+
+    keeps_blocks: bool = True
+    moved_norms: tuple[tuple[str, str], ...] = ()
+
+    def keep(self, path: str) -> bool:
+        """Whether the value of the block at `path` is claimed.
+
+        A block that holds a norm, and not the layer that took it in, has another value.
+        """
+
+        def holds(inner_path: str) -> bool:
+            return not path or inner_path.startswith(f"{path}.")
+
+        moves_on = any(holds(norm) and not holds(layer) for norm, layer in self.moved_norms)
+        return self.keeps_blocks and not moves_on
+
+
+EVERY_BLOCK = Claims()
+
+
 @full_precision()
 def compare(
     source: Source,
@@ -68,8 +94,7 @@ def compare(
     exact: bool = True,
     precise: Precise | None = None,
     traced: bool = True,
-    keeps_blocks: bool = True,
-    moved_norms: Sequence[tuple[str, str]] = (),
+    claims: Claims = EVERY_BLOCK,
 ) -> Report:
     """Run both networks in eval mode, on what the source is called with, and compare them.
 
@@ -80,10 +105,7 @@ def compare(
         precise: The comparison in float64, on the beginning of the first batch (`compare_double`).
         traced: Whether errors are measured at every block of the source, too, and branches checked
             for life.
-        keeps_blocks: Whether an exact result claims the values at every block, too. Otherwise
-            blocks are measured, but not judged, as where a scheme takes the mean out of a stream.
-        moved_norms: The paths of norms that the layer behind them took in, with that layer's path.
-            A block that holds the norm and not the layer has another value, and is not judged.
+        claims: What an exact result claims inside. By default, the values at every block.
 
     Raises:
         VerificationError: One of them does not run, or the source differs from run to run.
@@ -95,8 +117,7 @@ def compare(
         exact=exact,
         precise=precise,
         anatomy=source.anatomy if traced else None,
-        keeps_blocks=keeps_blocks,
-        moved_norms=moved_norms,
+        claims=claims,
     )
     for example in calls:
         comparison.add(example, calls[0])
@@ -116,8 +137,7 @@ class _Comparison:
         exact: Whether the result claims to compute what the source computes.
         precise: The comparison in float64, if there is one.
         anatomy: The source's recorded graph, if blocks are compared.
-        keeps_blocks: Whether the result claims the values at every block.
-        moved_norms: Norms that layers behind them took in, with these layers.
+        claims: What the result claims inside.
         outputs: The errors at the outputs, by precision and input size.
         sites: The errors at the blocks.
         inside: The errors that are judged beside those of the outputs: at blocks, last layers and
@@ -136,11 +156,10 @@ class _Comparison:
     exact: bool
     precise: Precise | None
     anatomy: Anatomy | None
-    keeps_blocks: bool
-    moved_norms: Sequence[tuple[str, str]] = ()
+    claims: Claims
     outputs: list[Error] = field(default_factory=list)
     sites: list[Error] = field(default_factory=list)
-    inside: list[Measured] = field(default_factory=list)
+    inside: list[JudgedError] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     blind: Reason = _CONSTANT
     shows_errors: bool = True
@@ -226,7 +245,7 @@ class _Comparison:
             if value.is_floating_point() and error.relative_l2 > allowance.base_of(self.precision):
                 own_change = self._own_change(example, {name: value}, error)
                 allowed = allowance.of_outputs(self.precision, own_change).most
-                self.inside.append(Measured(error, allowed, shows_errors=False))
+                self.inside.append(JudgedError(error, allowed, shows_errors=False))
 
     def _decide_in_double(self, example: Example, error: Error) -> None:
         """Compare a call in float64, too, where rounding would let a large error pass.
@@ -266,8 +285,7 @@ class _Comparison:
         if not self.exact or not is_float32_alone or is_small:
             return
 
-        again, _ = run(self.source.module, allowance.in_the_last_digit(example))
-        own_change = allowance.apart(error.precision, example, outputs, again)
+        own_change = self._change_by_last_digit(example, outputs)
         if math.isfinite(own_change) and error.relative_l2 <= allowance.STRAYING * own_change:
             self.excused.append(error)
 
@@ -313,8 +331,17 @@ class _Comparison:
         is_decided = error.precision != "float64" and self.precise is None
         if is_half or is_decided or error.relative_l2 <= allowance.base_of(error.precision):
             return 0.0
-        again, _ = run(module, allowance.in_the_last_digit(example))
-        return allowance.apart(error.precision, example, outputs, again)
+        return self._change_by_last_digit(example, outputs)
+
+    def _change_by_last_digit(self, example: Example, outputs: Outputs) -> float:
+        """Return how far the source's outputs move when its input changes in the last digit.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
+        """
+        again, _ = run(self.source.module, allowance.in_the_last_digit(example))
+        return allowance.apart(self.precision, example, outputs, again)
 
     def _add_heads(self, example: Example) -> None:
         """Measure the outputs of a detector's heads, before it chooses boxes."""
@@ -362,7 +389,7 @@ class _Comparison:
                 constant.append(name or "the output")
         self.shows_errors = bool(moving)
 
-        errors = [error for error in self.sites if self._keeps(error.site)]
+        errors = [error for error in self.sites if self.claims.keep(error.site)]
         if constant or not moving:
             errors = self._errors_that_show(example, outputs)
         if constant and moving:
@@ -373,15 +400,6 @@ class _Comparison:
         self.sites += [error for error in errors if error not in self.sites]
         if self.double_error is None:
             self.inside += self._measured_labels(example, outputs, others)
-
-    def _keeps(self, path: str) -> bool:
-        """Whether the result claims the value of the block at `path`."""
-
-        def holds(inner_path: str) -> bool:
-            return not path or inner_path.startswith(f"{path}.")
-
-        moves_on = any(holds(norm) and not holds(layer) for norm, layer in self.moved_norms)
-        return self.keeps_blocks and not moves_on
 
     def _moving_outputs(self, example: Example, outputs: Outputs) -> set[str]:
         """Return the names of the outputs of numbers that move visibly with the input.
@@ -413,11 +431,11 @@ class _Comparison:
             return moving
 
         # Then the network is run on other values.
-        changed = with_other_values(example)
-        if not runs(self.source.module, changed):
+        ran = _run_if_it_can(self.source.module, with_other_values(example))
+        if ran is None:
             # A network that takes one input only cannot be asked. It is judged by its outputs.
             return set(numbers)
-        moved, _ = run(self.source.module, changed)
+        moved, _ = ran
         for name, value in numbers.items():
             if name in moved and distance(value, moved[name]).relative_l2 > least:
                 moving.add(name)
@@ -459,7 +477,7 @@ class _Comparison:
         blocks = [
             block.path
             for block in anatomy.blocks
-            if block.path in modules and self._keeps(block.path)
+            if block.path in modules and self.claims.keep(block.path)
         ]
         last = _last_layers(anatomy.traced)
         are_labels = all(_are_labels(value) for value in outputs.values())
@@ -468,10 +486,9 @@ class _Comparison:
 
         values = run(network, example, paths, entrances=entrances)[1]
         others = run(self.result, example, paths, entrances=entrances)[1]
-        changed = with_other_values(example)
-        moved: Outputs = {}
-        if runs(network, changed):
-            moved = run(network, changed, paths, entrances=entrances)[1]
+        _, moved = _run_if_it_can(
+            network, with_other_values(example), paths, entrances=entrances
+        ) or ({}, {})
 
         errors: list[Error] = []
         for site in [*paths, *map(entrance, entrances)]:
@@ -492,7 +509,7 @@ class _Comparison:
             self.remarks.remove(_SAME_LABELS)
         self.remarks.insert(0, sentence)
 
-    def _measured(self, example: Example, errors: Sequence[Error]) -> list[Measured]:
+    def _measured(self, example: Example, errors: Sequence[Error]) -> list[JudgedError]:
         """Return errors inside with what is allowed at each.
 
         An error above the base is held to what the last digit of input and weights changes in the
@@ -506,10 +523,11 @@ class _Comparison:
         base = allowance.base_of(self.precision)
         off = [error.site for error in errors if not error.relative_l2 <= base]
         if not off:
-            return [Measured(error, base) for error in errors]
+            return [JudgedError(error, base) for error in errors]
 
         module = self.source.module
-        entrances = [path for path in _last_layers_of(self.source) if entrance(path) in off]
+        by_entrance = {entrance(path): path for path in _last_layers_of(self.source)}
+        entrances = [path for site, path in by_entrance.items() if site in off]
 
         def inside(model: nn.Module, call: Example) -> Outputs:
             return run(model, call, off, entrances=entrances)[1]
@@ -527,7 +545,7 @@ class _Comparison:
             changed = allowance.with_other_digits(module, self.source.coarsest_dtype)
             others.append(inside(changed, example))
 
-        measured: list[Measured] = []
+        measured: list[JudgedError] = []
         for error in errors:
             changes = [
                 distance(values[error.site], other[error.site]).relative_l2
@@ -539,10 +557,10 @@ class _Comparison:
                 self.precision, change, by_double=by_double, decides=not self._is_proved_in_double
             )
             doubt = None
-            if error.site.startswith(_ENTRANCE):
+            if error.site in by_entrance:
                 # A norm before the classifier may have moved into it, as exported files have it.
                 doubt = Reason(f"the outputs are constant, and {error.site} differs")
-            measured.append(Measured(error, allowed.most, doubt=doubt))
+            measured.append(JudgedError(error, allowed.most, doubt=doubt))
         return measured
 
     @property
@@ -554,7 +572,7 @@ class _Comparison:
 
     def _measured_labels(
         self, example: Example, outputs: Outputs, others: Outputs
-    ) -> list[Measured]:
+    ) -> list[JudgedError]:
         """Return the share of labels that differ, with what is allowed, for each output of labels.
 
         It is held to the share that changes in the source with the last digit of its input or
@@ -565,24 +583,25 @@ class _Comparison:
             outputs: The source's outputs by name.
             others: The result's outputs by name.
         """
-        measured: list[Measured] = []
+        errors: dict[str, Error] = {}
         for name, value in outputs.items():
-            if not _are_labels(value) or name not in others:
-                continue
+            if _are_labels(value) and name in others:
+                errors[name] = self._error_at(name, example, outputs, others)
 
-            error = self._error_at(name, example, outputs, others)
-            allowed = 0.0
-            if error.relative_l2:
-                changed = allowance.with_other_digits(
-                    self.source.module, self.source.coarsest_dtype
-                )
-                by_input, _ = run(self.source.module, allowance.in_the_last_digit(example))
-                by_weights, _ = run(changed, example)
-                input_change = distance(value, by_input[name]).relative_l2
-                weight_change = distance(value, by_weights[name]).relative_l2
-                allowed = allowance.STRAYING * max(input_change, weight_change)
-            measured.append(Measured(error, allowed, shows_errors=False))
-        return measured
+        # Where no label differs, the source need not run again.
+        allowed = dict.fromkeys(errors, 0.0)
+        if any(error.relative_l2 for error in errors.values()):
+            module = self.source.module
+            changed = allowance.with_other_digits(module, self.source.coarsest_dtype)
+            by_input, _ = run(module, allowance.in_the_last_digit(example))
+            by_weights, _ = run(changed, example)
+            for name in errors:
+                input_change = distance(outputs[name], by_input[name]).relative_l2
+                weight_change = distance(outputs[name], by_weights[name]).relative_l2
+                allowed[name] = allowance.STRAYING * max(input_change, weight_change)
+        return [
+            JudgedError(error, allowed[name], shows_errors=False) for name, error in errors.items()
+        ]
 
     def report(self) -> Report:
         """Return the measurements and the verdict, which is made from all of them."""
@@ -666,11 +685,11 @@ class _Comparison:
             )
 
         general_doubt = self._doubt(allowed["float64"])
-        measured: list[Measured] = []
+        measured: list[JudgedError] = []
         for error in self.outputs:
             doubt = _ROUNDING if error in self.excused else general_doubt
             most = allowed[error.precision].most
-            measured.append(Measured(error, most, shows_errors, doubt))
+            measured.append(JudgedError(error, most, shows_errors, doubt))
         judgement = judge([*measured, *self.inside], self.blind)
 
         # What passes so far may still fail: by the dtypes, or at ten times the input's scale.
@@ -713,11 +732,10 @@ class _Comparison:
         """
         network = self.source.module
         larger = self.source.calls[0].first(1).map_floats(lambda tensor: _LARGER * tensor)
-        # A user's forward may refuse numbers of this size.
-        try:
-            outputs, _ = run(network, larger)
-        except Exception:
+        ran = _run_if_it_can(network, larger)
+        if ran is None:
             return None
+        outputs, _ = ran
         if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
             return None
 
@@ -727,6 +745,28 @@ class _Comparison:
             own_change = self._own_change(larger, outputs, error)
             allowed = max(allowed, allowance.of_outputs(self.precision, own_change).most)
         return error if error.relative_l2 > allowed else None
+
+
+def _run_if_it_can(
+    model: nn.Module,
+    example: Example,
+    paths: Sequence[str] = (),
+    *,
+    entrances: Sequence[str] = (),
+) -> tuple[Outputs, Outputs] | None:
+    """Run a network as `run` does. The result is None where it does not run on the call.
+
+    Args:
+        model: The network.
+        example: The call.
+        paths: The modules whose outputs are returned, too.
+        entrances: The modules whose inputs are returned, too.
+    """
+    # The forward is the user's, and may raise anything for numbers that it does not take.
+    try:
+        return run(model, example, paths, entrances=entrances)
+    except Exception:
+        return None
 
 
 def _proved_inside(errors: Sequence[Error], blocks: Sequence[str], *, are_labels: bool) -> str:

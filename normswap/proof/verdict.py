@@ -27,7 +27,7 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Measured:
+class JudgedError:
     """An error, and what its verdict needs.
 
     Args:
@@ -61,7 +61,7 @@ class Judgement:
     reason: Reason | None = None
 
 
-def judge(measured: Sequence[Measured], blind: Reason) -> Judgement:
+def judge(measured: Sequence[JudgedError], blind: Reason) -> Judgement:
     """Judge a result that claims to be exact, by all errors that were measured and nothing else.
 
     It is wrong where an error is too large and cannot be doubted. It is proved where all errors

@@ -6,9 +6,8 @@ never copied.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from timm import layers as timm_layers
@@ -21,13 +20,13 @@ from normswap.layers import placeholders
 from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
 from normswap.models import calling
 from normswap.plan import Edit, Step
+from normswap.proof.comparison import Claims
+from normswap.proof.running import Replacements
 from normswap.sites.site import site_of
 from normswap.surgery import deploying, learning
 
+
 # For a module of a result, the function that builds it anew in float64.
-Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
-
-
 def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> nn.Module:
     """Return a new model of the same class, as it is after these steps.
 
@@ -253,25 +252,28 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
                 yield f"{edit.path}.{name}", f"{edit.path}.{new}"
 
 
-def keeps_streams(steps: Sequence[Step]) -> bool:
-    """Whether the steps keep the values that pass from one residual block to the next.
+def claims(steps: Sequence[Step], earlier: Sequence[Step] = ()) -> Claims:
+    """Return what the result of exact steps claims of the values inside of their source.
 
-    They do not where a scheme rescales the stream between blocks, or takes its mean out.
+    Args:
+        steps: The steps from the source to the result.
+        earlier: The steps that led to the source. A stream that one of them rescaled may get its
+            own scale back.
     """
-    rescaled = not all(schemes.of(step).scheme.keeps_blocks for step in steps)
-    return not rescaled and not centres_streams(steps)
+    every_step = [*earlier, *steps]
+    rescales = not all(schemes.of(step).scheme.keeps_blocks for step in every_step)
 
-
-def norms_that_move_on(steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-    """Return the paths of norms that the layer behind them takes in, with that layer's path.
-
-    What comes between the two has other values then, though the network computes the same.
-    """
-    pairs: list[tuple[str, str]] = []
+    # What comes between a norm and the layer behind that took it in has another value, though the
+    # network computes the same.
+    moved_norms: list[tuple[str, str]] = []
     for step in steps:
         for edit in step.edits:
-            pairs += [(path, edit.path) for path, how in edit.absorbed if how.way.precedes]
-    return tuple(pairs)
+            moved_norms += [(path, edit.path) for path, how in edit.absorbed if how.way.precedes]
+
+    return Claims(
+        keeps_blocks=not rescales and not centres_streams(every_step),
+        moved_norms=tuple(moved_norms),
+    )
 
 
 def centres_streams(steps: Sequence[Step]) -> bool:

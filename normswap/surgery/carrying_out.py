@@ -260,16 +260,8 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
             ),
         )
 
-    # A stream that an earlier step rescaled may get its own scale back.
-    keeps_blocks = applying.keeps_streams([*network.provenance.plan.steps, step])
-    report = comparison.compare(
-        network,
-        result,
-        exact=exact,
-        precise=precise,
-        keeps_blocks=keeps_blocks,
-        moved_norms=applying.norms_that_move_on([step]),
-    )
+    claims = applying.claims([step], earlier=network.provenance.plan.steps)
+    report = comparison.compare(network, result, exact=exact, precise=precise, claims=claims)
     verdict.require_passed(report, step.scheme)
     agreement = held_out.measured(network.module, result, fitted.held, network.anatomy)
 

@@ -408,15 +408,8 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
             source, lambda: applying.apply(source.module, steps, double=True)
         )
 
-    keeps_blocks = applying.keeps_streams([*source.provenance.plan.steps, *steps])
-    report = comparison.compare(
-        source,
-        last.model,
-        exact=exact,
-        precise=precise,
-        keeps_blocks=keeps_blocks,
-        moved_norms=applying.norms_that_move_on(steps),
-    )
+    claims = applying.claims(steps, earlier=source.provenance.plan.steps)
+    report = comparison.compare(source, last.model, exact=exact, precise=precise, claims=claims)
 
     # The exact steps lose nothing, so the agreement of a single fitted step holds for all steps.
     fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
@@ -480,13 +473,8 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         )
 
     result = unfolding.unfold(network)
-    keeps_blocks = applying.keeps_streams(steps)
     report = comparison.compare(
-        network,
-        result.module,
-        precise=precise,
-        keeps_blocks=keeps_blocks,
-        moved_norms=applying.norms_that_move_on(steps),
+        network, result.module, precise=precise, claims=applying.claims(steps)
     )
     if report.unproved:
         verdict.require_passed(report, to)

@@ -94,14 +94,7 @@ def again(source: Network, result: nn.Module) -> Report:
     """
     steps = Network(result).provenance.plan.steps
     exact = all(schemes.of(step).exact for step in steps)
-    keeps_blocks = applying.keeps_streams(steps)
-    return comparison.compare(
-        source,
-        result,
-        exact=exact,
-        keeps_blocks=keeps_blocks,
-        moved_norms=applying.norms_that_move_on(steps),
-    )
+    return comparison.compare(source, result, exact=exact, claims=applying.claims(steps))
 
 
 def first_converted_layer_apart(
