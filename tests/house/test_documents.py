@@ -70,6 +70,19 @@ RUNNING = {
     "models/modes.py",
     "models/network_input.py",
 }
+# These run what a caller brings, and no import goes up: the proof asks a `Source` for its calls and
+# builds results by the functions that it is given; copying and reading call the methods of the
+# records that they copy and read.
+BROUGHT = {
+    ("proof/comparison.py", "surgery/network.py"),
+    ("proof/doubles.py", "surgery/network.py"),
+    ("proof/doubles.py", "surgery/carrying_out.py"),
+    ("proof/running.py", "surgery/applying.py"),
+    ("copying.py", "plan.py"),
+    ("reading.py", "plan.py"),
+    ("reading.py", "models/records.py"),
+    ("reading.py", "storage/header.py"),
+}
 
 
 def flow() -> list[tuple[str, str]]:
@@ -146,5 +159,6 @@ def test_the_list_is_the_way(tmp_path: Path) -> None:
     assert [(above, file) for above, file in unreached if above] == []
 
     # No call goes up.
-    callers = [(caller, file) for caller, file in calls if caller and caller not in RUNNING]
+    own = calls - BROUGHT
+    callers = [(caller, file) for caller, file in own if caller and caller not in RUNNING]
     assert [(caller, file) for caller, file in callers if room(file) > room(caller)] == []

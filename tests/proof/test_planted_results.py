@@ -352,3 +352,38 @@ def test_answers_that_are_nearly_zero_are_held_to_a_file_of_the_source(
 
 def _saturated(scores: Tensor, _features: Tensor) -> object:
     return (scores - 20).sigmoid()
+
+
+class Ends(nn.Module):
+    """A residual block that ends in a norm, which the convolution behind it can take in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.last = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x + self.norm(self.conv(x))).relu())
+
+
+def test_a_block_whose_norm_moves_into_the_layer_behind_it_is_proved() -> None:
+    """Its own output differs then, which is no mistake; one that is wrong elsewhere still is."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Ends(), nn.Conv2d(8, 8, 1)
+    source = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    for module in source.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()  # type: ignore[union-attr]
+            module.running_var.uniform_(0.3, 3)  # type: ignore[union-attr]
+    images = torch.randn(2, *SIZE)
+
+    done = normswap.convert(source, "weightnorm", inputs=images, skip=["0"])
+
+    block = next(error for error in done.report.sites if error.site == "2")
+    assert block.relative_l2 > 1e-2
+    assert done.report.verdict == "PROVED"
+    wrong = copy.deepcopy(done.model)
+    with torch.no_grad():
+        wrong.get_submodule("5").get_parameter("bias")[0].add_(0.01)
+    assert normswap.verify(source, wrong, images).verdict == "WRONG"
