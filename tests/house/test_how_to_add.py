@@ -40,21 +40,20 @@ PLAN = '''"""Example: in the place of every norm a scale and a shift per channel
 
 from __future__ import annotations
 
-from torch import nn
-
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.plan_builder import left_affine
 from normswap.graph.inspection import Anatomy
 from normswap.schemes.norm_insertion import insert_norms
+from normswap.sites.site import Site
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
     return insert_norms(anatomy, "ChannelAffine", _keep)
 
 
-def _keep(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    builder.replace(path, "ChannelAffine")
-    builder.settle(path, left_affine("its own map"))
+def _keep(builder: PlanBuilder, site: Site) -> None:
+    builder.replace(site.path, "ChannelAffine")
+    builder.settle(site.path, left_affine("its own map"))
 '''
 COMMAND = '''"""`normswap hello`: an example."""
 
