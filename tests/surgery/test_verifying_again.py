@@ -1,0 +1,53 @@
+"""A converted network that was saved is proved again where rounding alone explains what is seen."""
+
+from pathlib import Path
+
+import torch
+from support.lived_in_networks import lived_in
+from torch import Tensor, nn
+
+import normswap
+from normswap.surgery import reverification
+from normswap.surgery.network import Network
+
+
+class Amplifying(nn.Module):
+    """Its output changes by some 1e-4 when its input changes in float32's last digit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (300 * self.body(x)).sin().mean((2, 3))
+
+
+def _converted() -> tuple[Network, nn.Module]:
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 12, 12)
+    source = lived_in(Amplifying(), images.double()).float()
+    result = normswap.convert(source, "folded", inputs=images)
+    assert result.report.verdict == "PROVED"
+    return Network(source, images), result.model
+
+
+def test_rounding_leaves_no_doubt_where_the_weights_are_those_of_the_plan(tmp_path: Path) -> None:
+    source, result = _converted()
+    normswap.save(result, tmp_path / "result")
+    loaded = normswap.load(tmp_path / "result", skeleton=Amplifying())
+
+    report = reverification.again(source, loaded)
+
+    assert report.verdict == "PROVED"
+    # It would say too little by itself: float32 is off by more than it allows any network.
+    assert report.worst.relative_l2 > 1e-5
+    assert "float64" in report.tolerance
+
+
+def test_rounding_excuses_no_weight_that_is_another() -> None:
+    source, result = _converted()
+    weight = result.get_parameter("body.2.weight")
+    with torch.no_grad():
+        weight.mul_(1 + 3e-7)
+
+    assert reverification.again(source, result).verdict != "PROVED"
