@@ -104,7 +104,13 @@ TARGETS: dict[str, Scheme] = {
                 " layer (`conv`)",
                 choices=("norms", "activation", "conv"),
             ),
-            Option("like", str, "", "an architecture, whose own class the result then has", "ARCH"),
+            Option(
+                "like",
+                str,
+                "",
+                "an architecture, whose own class the result then has (of `unfold`, too)",
+                "ARCH",
+            ),
             Option(
                 "ghost_batch",
                 int,

@@ -380,12 +380,22 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
         if name != "like" and value:
             pair = f"{spelled(name, value)} cannot go with {spelled('like', like)}"
             raise OptionError(pair, "the architecture says where norms stand, and which")
-    if not isinstance(like, str | nn.Module):
-        raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")
+    like = _checked_like(like)
 
     images = carrying_out.images_for(schemes.chosen("measured-batchnorm", {}), network)
     assert images is not None
     return likeness.batchnorm_like(network, like, calls_of(images, network))
+
+
+def _checked_like(like: object) -> str | nn.Module:
+    """Return the value of the option `like`.
+
+    Raises:
+        OptionError: It is neither the name of an architecture nor a network.
+    """
+    if not isinstance(like, str | nn.Module):
+        raise OptionError(f"{spelled('like', like)} is neither an architecture nor a network")
+    return like
 
 
 def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
@@ -450,17 +460,28 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     Args:
         network: The converted network.
         to: The name "unfold", for errors.
-        options: The options that were given. Only a purpose of None is taken.
+        options: The options that were given. Only `like`, the source's class, is taken.
 
     Raises:
-        OptionError: An option is given.
+        OptionError: Another option is given.
         RefusedError: The network was not converted, or the source cannot express its changes.
         VerificationError: The source with its norms computes something else.
     """
-    if options := {name: value for name, value in options.items() if name != "purpose" or value}:
+    like = options.get("like")
+    if like is not None:
+        like = _checked_like(like)
+    others = {
+        name for name, value in options.items() if name != "like" and (value or name != "purpose")
+    }
+    if others:
         raise OptionError(
-            f"{to!r} has no option {', '.join(sorted(options))}", "it takes no options"
+            f"{to!r} has no option {', '.join(sorted(others))}", "it takes `like` only"
         )
+
+    def unfolded(converted: Network) -> Network:
+        if like is None:
+            return unfolding.unfold(converted)
+        return unfolding.unfold(converted, likeness.of_class(converted, like))
 
     # Rounded weights of a stream that was centred for an RMSNorm have a small mean, which float64
     # would show.
@@ -468,11 +489,9 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     rounded = applying.centres_streams(steps)
     precise = None
     if not rounded:
-        precise = doubles.compare_double(
-            network, lambda: unfolding.unfold(network.doubled()).module
-        )
+        precise = doubles.compare_double(network, lambda: unfolded(network.doubled()).module)
 
-    result = unfolding.unfold(network)
+    result = unfolded(network)
     report = comparison.compare(
         network, result.module, precise=precise, claims=applying.claims(steps)
     )
@@ -486,6 +505,9 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
             "If the network has learned what its source cannot compute (a mean, a bias), keep the"
             " source network"
         )
+        if like is not None:
+            name = like if isinstance(like, str) else type(like).__name__
+            remedy = f"If {name} is not the source's class, give that. {remedy}"
         raise VerificationError("cannot unfold", why, remedy)
 
     norms = [site.path for site in sites_of(result.module) if site.is_affine_norm]

@@ -49,16 +49,11 @@ def batchnorm_like(
         RefusedError: The weights do not fit the class, or it computes something else with them.
         VerificationError: A variance is not finite, or too large for its dtype.
     """
-    if isinstance(like, nn.Module):
-        module = copying.duplicate(like, {})
-        arch = None
-    else:
-        module = _built(network, like)
-        arch = provenance.of(module).arch
+    module = of_class(network, like)
 
     # The skeleton is the other class's network, with this one's tensors, inputs and origin.
     module.to(network.device, network.dtype).train(network.module.training)
-    skeleton = unfolding.bare(network, module, arch)
+    skeleton = unfolding.bare(network, module, provenance.of(module).arch)
     if network.inputs is None:
         skeleton = replace(skeleton, size=network.input_size)
     maps = _fill(network, skeleton)
@@ -100,6 +95,21 @@ def _undo_statistics(module: nn.Module, maps: Mapping[str, Pair]) -> nn.Module:
     for path, (scale, shift) in maps.items():
         measured_norm.undo_statistics(module.get_submodule(path), shift, scale)
     return module
+
+
+def of_class(network: Network, like: str | nn.Module) -> nn.Module:
+    """Return a new network of the class that a user gives, which knows how it is built if we do.
+
+    Args:
+        network: The network whose weights will be loaded.
+        like: The architecture, named as a MODEL is, or a network of that class, which is copied.
+
+    Raises:
+        SourceError: There is no such architecture.
+    """
+    if isinstance(like, nn.Module):
+        return copying.duplicate(like, {})
+    return _built(network, like)
 
 
 def _built(network: Network, like: str) -> nn.Module:

@@ -27,10 +27,15 @@ from normswap.surgery.network import Network
 
 
 @torch.no_grad()
-def unfold(network: Network) -> Network:
+def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
     """Return the network that this one was converted from, with its norms and what it has learned.
 
     A LayerNorm or LayerScale that was folded into another layer gets gamma 1 and beta 0.
+
+    Args:
+        network: The converted network.
+        skeleton: A network of the source's class, which is written to. By default it is built, if
+            somebody knows how.
 
     Raises:
         RefusedError: The network was not converted, or the source cannot express its changes.
@@ -47,18 +52,16 @@ def unfold(network: Network) -> Network:
         remedy = f"Keep the source network, or fold it with `{spelled('branches', 'keep')}`"
         raise RefusedError("cannot unfold", why, remedy)
 
-    arch = architecture(network.module)
-    if arch is None:
-        raise RefusedError(
-            "cannot unfold", "nobody knows how to build the source", "Keep the source network"
-        )
+    if skeleton is None:
+        skeleton = _built(network.module)
 
     # The bare source gets the tensors that are still there under their old names.
-    skeleton = zoo.create(arch).to(next(nn.Module.parameters(network.module)))
-    source = bare(network, skeleton, arch)
+    skeleton.to(next(nn.Module.parameters(network.module)))
+    source = bare(network, skeleton, provenance.of(skeleton).arch)
     canonical = _canonical(network)
     state = copying.tensors(source.module)
     tensors = _tensors(canonical)
+    _check_shapes(state, {**record.norms, **tensors})
     _leave_out(source.module, tensors.keys() | record.norms.keys())
     _copy(state, tensors)
     # The norms come second: a ChannelBias has a `bias` where its norm had one.
@@ -77,6 +80,21 @@ def unfold(network: Network) -> Network:
 
     source.module.train(network.module.training)
     return source
+
+
+def _built(model: nn.Module) -> nn.Module:
+    """Return the network that `model` was converted from, as it is made.
+
+    Raises:
+        RefusedError: Nothing says how it is built.
+    """
+    arch = architecture(model)
+    if arch is None:
+        remedy = (
+            f"Give a network of the source's class, `{spelled('like', metavar='MODEL')}`"
+        )
+        raise RefusedError("cannot unfold", "nobody knows how to build the source", remedy)
+    return provenance.attach(zoo.create(arch), Provenance(arch))
 
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
@@ -189,6 +207,22 @@ def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if name in state and state[name].shape == tensor.shape:
             state[name].copy_(tensor)
+
+
+def _check_shapes(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Check that the bare source has the shapes of the converted network.
+
+    Args:
+        state: The source's tensors, by name.
+        tensors: The converted network's, in its canonical form, and its source's norms.
+
+    Raises:
+        RefusedError: One has another shape.
+    """
+    for name, tensor in tensors.items():
+        if name in state and state[name].shape != tensor.shape:
+            why = f"{name} is {tuple(tensor.shape)} here, and {tuple(state[name].shape)} there"
+            raise RefusedError("cannot unfold: the class given is not the source's", why)
 
 
 def _leave_out(source: nn.Module, names: Collection[str]) -> None:
