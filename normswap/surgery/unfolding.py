@@ -90,9 +90,7 @@ def _built(model: nn.Module) -> nn.Module:
     """
     arch = architecture(model)
     if arch is None:
-        remedy = (
-            f"Give a network of the source's class, `{spelled('like', metavar='MODEL')}`"
-        )
+        remedy = f"Give a network of the source's class, `{spelled('like', metavar='MODEL')}`"
         raise RefusedError("cannot unfold", "nobody knows how to build the source", remedy)
     return provenance.attach(zoo.create(arch), Provenance(arch))
 
