@@ -197,10 +197,13 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
     if not living and not lost and not builder.refusals:
         require_no_tokenwise_norms(anatomy, "no statistics are known")
         why = "the network has no BatchNorm, and was not converted from one that had"
+        if anatomy.provenance.original_paths:
+            why = "a conversion replaced its BatchNorms by norms that keep none"
         if anatomy.refused_norms:
             why += f"; {anatomy.refused_norms}"
         measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
-        raise RefusedError("no statistics are known", why, f"{measuring} measures some, on images")
+        remedy = f"{measuring} measures some (images, no labels needed)"
+        raise RefusedError("no statistics are known", why, remedy)
 
     for path in lost:
         _restore(builder, path, layer, {**args, **_settings(anatomy, path)})

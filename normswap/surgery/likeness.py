@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from normswap import copying, provenance
 from normswap.calibration import channel_moments
-from normswap.errors import RefusedError
+from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.layers import measured_norm
+from normswap.layers.placeholders import Chain
 from normswap.layers.planned_layer import OwnLayer
 from normswap.models import zoo
 from normswap.plan import AbsorbMode, Outcome
@@ -46,9 +47,16 @@ def batchnorm_like(
 
     Raises:
         SourceError: There is no such architecture, or the images are unusable.
-        RefusedError: The weights do not fit the class, or it computes something else with them.
+        RefusedError: The network has norms whose statistics are each sample's, or its weights do
+            not fit the class, or it computes something else with them.
         VerificationError: A variance is not finite, or too large for its dtype.
     """
+    for norm in network.anatomy.norms:
+        if norm.averages:
+            why = f"{norm.path} is a {norm.kind}, which no BatchNorm computes"
+            remedy = f"First convert to folded with `{spelled('calibrate', metavar='DATA')}`"
+            raise RefusedError("the network has norms of its own", why, remedy)
+
     module = of_class(network, like)
 
     # The skeleton is the other class's network, with this one's tensors, inputs and origin.
@@ -232,12 +240,28 @@ def _map_at(model: nn.Module, norm: Site) -> Pair:
     device = norm.module.get_buffer("running_mean").device
     ones = torch.ones(norm.channels, dtype=torch.float64, device=device)
 
-    present = copying.tree(model).get(norm.path)
-    is_map = isinstance(present, OwnLayer) and present.AFFINE and present.PER_CHANNEL
-    if present is None or not (is_map or site_of(present).is_affine_norm):
-        return ones, torch.zeros_like(ones)
-    scale, shift = site_of(present).scale_and_shift
-    return scale.to(device) * ones, shift.to(device) * ones
+    scale = ones
+    shift = torch.zeros_like(ones)
+    for layer in _layers_at(copying.tree(model).get(norm.path)):
+        is_map = isinstance(layer, OwnLayer) and layer.AFFINE and layer.PER_CHANNEL
+        if is_map or site_of(layer).is_affine_norm:
+            own_scale, own_shift = site_of(layer).scale_and_shift
+            scale = own_scale.to(device) * scale
+            shift = own_scale.to(device) * shift + own_shift.to(device)
+    return scale, shift
+
+
+def _layers_at(present: nn.Module | None) -> list[nn.Module]:
+    """Return the layers that run one after the other where a norm is to stand.
+
+    Args:
+        present: What stands there in the network. None if nothing does.
+    """
+    if present is None:
+        return []
+    if isinstance(present, Chain):
+        return [*_layers_at(present.inner), *_layers_at(present.then)]
+    return [present]
 
 
 def _copy_extra_state(source: nn.Module, target: nn.Module) -> None:

@@ -119,3 +119,19 @@ def test_the_command_takes_a_factory(
     back = normswap.load("back", trust_factory=True)
     assert type(back).__name__ == "Mine"
     assert torch.allclose(back(IMAGES), source(IMAGES), atol=1e-5)
+
+
+def test_after_groupnorm_the_way_back_to_batchnorm_is_named(source: nn.Module) -> None:
+    groups = normswap.convert(source, "groupnorm", inputs=IMAGES).model
+
+    with pytest.raises(RefusedError, match=r"a conversion replaced its BatchNorms.*calibrate=DATA"):
+        normswap.convert(groups, "batchnorm", inputs=IMAGES)
+    with pytest.raises(RefusedError, match=r"GroupNorm.*First convert to folded.*calibrate=DATA"):
+        normswap.convert(groups, "batchnorm", inputs=IMAGES, like=Mine(), calibrate=[IMAGES])
+
+    # What both remedies name works.
+    folded = normswap.convert(groups, "folded", inputs=IMAGES, calibrate=[IMAGES] * 8).model
+    assert normswap.convert(groups, "batchnorm", inputs=IMAGES, calibrate=[IMAGES] * 8).model
+    assert normswap.convert(
+        folded, "batchnorm", inputs=IMAGES, like=Mine(), calibrate=[IMAGES] * 8
+    ).report.exact
