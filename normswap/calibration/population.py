@@ -5,6 +5,8 @@ in a batch:
 
     E[x] = mean over batches of mu_B,      Var[x] = m / (m - 1) * mean over batches of sigma_B^2
 
+Batches of several sizes count by their numbers of images.
+
 Source: Ioffe & Szegedy 2015 (arXiv:1502.03167), algorithm 2, lines 8 to 10.
 """
 
@@ -29,9 +31,13 @@ from normswap.sites.site import Site, sites_of
 MOST_ERROR = 0.3
 _MISFIT = "the network does not run on these images as in training"
 
-# By path, sums over batches (3, C) in float64, and the number of batches. The sums are those of the
-# mean, the unbiased variance and the mean square of the images' means.
+# By path, sums over images (3, C) in float64, and the number of images. The sums are those of the
+# batch's mean, its unbiased variance and the mean square of its images' means.
 _Sums = dict[str, tuple[Tensor, int]]
+
+
+class _OneValueError(SourceError):
+    """A norm sees one value per channel in a batch."""
 
 
 def norms_of(model: nn.Module) -> dict[str, Site]:
@@ -79,8 +85,8 @@ def estimate_population(
 
     Args:
         model: The network, whose norms get new statistics.
-        batches: Images as the network takes them. See `checked`. Batches of another size than the
-            first are left out.
+        batches: Images as the network takes them. See `checked`. A batch in which a norm sees one
+            value per channel is left out, if there are others.
         progress: Called with the number of batches that are done, and the number of all batches.
         most_error: The largest allowed standard error of a channel's mean, in deviations
             (`MOST_ERROR`). Any error is allowed by default.
@@ -96,19 +102,29 @@ def estimate_population(
     norms = norms_of(model)
     total = operator.length_hint(batches)
 
-    count = left_out = size = 0
-    with _as_in_training(model, norms) as sums:
+    count = 0
+    images = 0
+    left_out = 0
+    unusable: _OneValueError | None = None
+    sums: _Sums = {}
+    with _as_in_training(model, norms) as sums_of_batch:
         for example in checked(model, batches):
-            size = size or example.count
-            if example.count != size:
+            sums_of_batch.clear()
+            try:
+                run(model, example, _MISFIT)
+            except _OneValueError as error:
+                unusable = unusable or error
                 left_out += example.count
                 continue
 
-            run(model, example, _MISFIT)
+            _add(sums, sums_of_batch)
             count += 1
+            images += example.count
             if progress is not None:
                 progress(count, total)
 
+    if unusable is not None and not count:
+        raise unusable
     if not count:
         raise SourceError("0 calibration images", "at least one is needed")
 
@@ -116,15 +132,25 @@ def estimate_population(
         norm: Any = norms[path].module
         if not bool(both.isfinite().all()):
             raise VerificationError(f"the statistics of {path} are not finite on these images")
-        _require_enough(path, both / number, count * size, most_error)
+        _require_enough(path, both / number, images, most_error)
         norm.running_mean.copy_(both[0] / number)
         norm.running_var.copy_(both[1] / number)
 
-    note = f"{len(norms)} norms, {count * size} images in {count} batches"
+    note = f"{len(norms)} norms, {images} images in {count} batches"
     if left_out:
-        note += f"; {left_out} images in batches of another size are left out"
+        note += f"; {left_out} images in batches that give one value per channel are left out"
 
     return note
+
+
+def _add(sums: _Sums, more: _Sums) -> None:
+    """Add the sums of a batch to those of earlier batches, in place."""
+    for path, (moments, number) in more.items():
+        if path in sums:
+            earlier, count = sums[path]
+            sums[path] = (earlier + moments, count + number)
+        else:
+            sums[path] = (moments, number)
 
 
 def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None:
@@ -164,7 +190,8 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 def _as_in_training(model: nn.Module, norms: Mapping[str, Site]) -> Iterator[_Sums]:
     """In a `with` block, put norms alone into training mode, and sum the moments of their inputs.
 
-    Afterwards the modes and the norms' buffers are restored.
+    Whoever uses the sums clears them before each batch. Afterwards the modes and the norms' buffers
+    are restored.
     """
     sums: _Sums = {}
     before: dict[Tensor, Tensor] = {}
@@ -198,11 +225,11 @@ def _add_input(sums: _Sums, site: Site, norm: nn.Module, args: tuple[Tensor, ...
     for batch in args[0].split(site.together(len(args[0]))):
         values = batch.detach().double().transpose(0, 1).flatten(1)
         if values.shape[1] < 2:
-            raise SourceError(
+            raise _OneValueError(
                 f"{path} sees one value per channel in a batch", "its variance is not defined"
             )
 
         square_of_means = values.unflatten(1, (len(batch), -1)).mean(2).square().mean(1)
         moments = torch.stack([values.mean(1), values.var(1), square_of_means])
         total, number = sums.get(path, (torch.zeros(3, len(values)).to(values), 0))
-        sums[path] = total + moments, number + 1
+        sums[path] = total + len(batch) * moments, number + len(batch)

@@ -41,8 +41,8 @@ def recalibrate(
 
     Args:
         model: The network, or its record. It is not changed.
-        batches: Batches of one size, or a function that gives such batches. A batch is images (N,
-            C, H, W), (images, labels), or inputs as `inputs` has them.
+        batches: Batches, or a function that gives them. A batch is images (N, C, H, W), (images,
+            labels), or inputs as `inputs` has them. Batches count by their numbers of images.
         against: For a network without BatchNorm, the network before it was pruned, rounded or
             averaged, or all the networks whose average it is. The output of each layer gets back
             the mean and variance per channel that it has there (`restoring`). BatchNorms of these

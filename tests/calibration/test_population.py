@@ -82,23 +82,46 @@ def test_float32_and_modes() -> None:
     assert all(torch.equal(before[name], state[name]) for name in before if "num_batches" in name)
 
 
-def test_a_smaller_last_batch_is_left_out() -> None:
+@pytest.mark.parametrize("sizes", [(8, 8, 3), (3, 8, 8), (2, 12, 5)])
+def test_batches_of_any_sizes_count_by_their_images(sizes: tuple[int, ...]) -> None:
     model = network()
-    batches = shifted(count=43)
-    assert len(batches[-1]) == 3
+    batches = list(torch.cat(shifted()).split([*sizes, 40 - sum(sizes)]))[: len(sizes)]
+
+    # With momentum 1 torch keeps the statistics of the last batch alone.
+    expected: dict[str, Tensor] = {}
+    twin = copy.deepcopy(model).eval()
+    for path in batchnorms(twin):
+        norm: Any = twin.get_submodule(path)
+        norm.momentum = 1.0
+        norm.train()
+    for batch in batches:
+        with torch.no_grad():
+            twin(batch)
+        for name, tensor in twin.state_dict().items():
+            if "running" in name:
+                share = len(batch) / sum(sizes)
+                expected[name] = expected.get(name, torch.zeros_like(tensor)) + share * tensor
 
     done = recalibrate(model, batches, input_size=SIZE)
-    assert (
-        "40 images in 5 batches; 3 images in batches of another size are left out" in done.notes[0]
-    )
 
-    whole = recalibrate(model, batches[:-1], input_size=SIZE)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(
-            done.model.state_dict().values(), whole.model.state_dict().values(), strict=True
-        )
-    )
+    state = done.model.state_dict()
+    assert all(distance(tensor, state[name]) <= 1e-12 for name, tensor in expected.items())
+    assert f"{sum(sizes)} images in {len(sizes)} batches" in done.notes[0]
+
+
+@pytest.mark.parametrize("alone", [0, 2])
+def test_a_batch_of_one_value_per_channel_is_left_out(alone: int) -> None:
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 4), nn.BatchNorm1d(4)).double()
+    rest = shifted(count=16)
+    batches = [*rest[:alone], shifted(count=17)[-1], *rest[alone:]]
+
+    done = recalibrate(flat, batches, input_size=SIZE)
+
+    assert "16 images in 2 batches" in done.notes[0]
+    assert "1 images in batches that give one value per channel are left out" in done.notes[0]
+    expected = recalibrate(flat, rest, input_size=SIZE).model.state_dict()
+    for name, tensor in done.model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
 
 
 def test_it_is_a_step_like_others(tmp_path: Path) -> None:
