@@ -18,11 +18,20 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+def _read_by_timm(num_features: int) -> dict[str, object]:
+    """Return the attributes that timm's `freeze_batch_norm_2d` adds, and `unfreeze_...` reads."""
+    return {"num_features": num_features, "affine": True}
+
+
 class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
     """torchvision's frozen BatchNorm, for any number of dimensions and in one kernel.
 
     Under autocast it computes in the input's dtype.
     """
+
+    def __init__(self, num_features: int, eps: float = 1e-5) -> None:
+        super().__init__(num_features, eps)
+        vars(self).update(_read_by_timm(num_features))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(
@@ -50,6 +59,7 @@ class FrozenNorm(PlannedLayer):
         else:
             new = FrozenBatchNormAct2d(live.num_features, live.eps)
             new.act = live.act
+            vars(new).update(_read_by_timm(live.num_features))
 
         new.to(live.weight)
         copy_tensors(live, new)

@@ -118,4 +118,5 @@ def per_channel(value: Tensor, x: Tensor) -> Tensor:
 # A symbolic trace does not know the number of dimensions of a value, so it must not look inside.
 @fx.wrap
 def _shaped(value: Tensor, x: Tensor) -> Tensor:
-    return value.view(1, -1, *(1,) * (x.ndim - 2)).to(x.dtype)
+    # A list of sizes, as TorchScript knows no tuple of unknown length.
+    return value.view([1, -1] + [1] * (x.ndim - 2)).to(x.dtype)

@@ -28,7 +28,9 @@ class Scale(PlannedLayer, OwnLayer):
     AFFINE = SCALES_BRANCH = True
     OUTCOME = "scalar"
     ROLES = {"alpha": "alpha", "bias": "scalar_bias"}
-    alpha: Tensor
+    # TorchScript reads annotations when it compiles, and those of this file are text by then.
+    if TYPE_CHECKING:
+        alpha: Tensor
 
     def __init__(self, alpha: float, *, bias: bool = False, like: Tensor | None = None) -> None:
         super().__init__()
