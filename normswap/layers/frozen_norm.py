@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def _read_by_timm(num_features: int) -> dict[str, object]:
-    """Return the attributes that timm's `freeze_batch_norm_2d` adds, and `unfreeze_...` reads."""
-    return {"num_features": num_features, "affine": True}
+def _mark_for_timm(norm: Any, num_features: int) -> None:
+    """Set the attributes that timm's `unfreeze_batch_norm_2d` reads, as its opposite does."""
+    norm.num_features = num_features
+    norm.affine = True
 
 
 class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
@@ -31,7 +32,7 @@ class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         super().__init__(num_features, eps)
-        vars(self).update(_read_by_timm(num_features))
+        _mark_for_timm(self, num_features)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.batch_norm(
@@ -59,7 +60,7 @@ class FrozenNorm(PlannedLayer):
         else:
             new = FrozenBatchNormAct2d(live.num_features, live.eps)
             new.act = live.act
-            vars(new).update(_read_by_timm(live.num_features))
+            _mark_for_timm(new, live.num_features)
 
         new.to(live.weight)
         copy_tensors(live, new)
