@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from timm.layers import Conv2dSame
 from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from normswap.calibration.zero_sum_rescaling import fit_zero_sum
 from normswap.errors import RefusedError, spelled
@@ -67,12 +68,15 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
 
     convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}
+    reasons: list[str] = []
     for node in anatomy.traced.nodes:
         module = anatomy.traced.module(node)
         if isinstance(module, own_forwards.CONVOLUTIONS):
             convolutions.setdefault(id(module), (str(node.target), module))
+        elif isinstance(module, _ConvTransposeNd) and anatomy.takes_part(str(node.target)):
+            reasons.append(f"{node.target} is not standardized: it is a transposed convolution")
 
-    reasons: list[str] = []
+    reasons = list(dict.fromkeys(reasons))
     for i, (path, module) in enumerate(convolutions.values()):
         if not anatomy.takes_part(path) or path.startswith(gates) or path == anatomy.classifier:
             continue

@@ -133,7 +133,8 @@ def adaptive_clip_(
 
     It computes what timm's `adaptive_clip_grad` computes, with a fifth of the kernels, except that
     the classifier is left alone, and that the outputs of a transposed convolution are found in
-    dimension 1 of its weight.
+    dimension 1 of its weight. As with timm's, each number of a gain (C, 1, 1, 1) is an output of
+    its own; DeepMind's code keeps gains as (C,), and clips them as one.
 
     Args:
         model: The network after `backward`, and after its gradients were unscaled.

@@ -310,7 +310,7 @@ def hook(layer: nn.Module) -> nn.Module:
 FIRST: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], bool, bool]] = {
     "a convolution": (conv, {}, True, False),
     "a grouped one": (lambda: conv(groups=2), {}, True, False),
-    "a transposed one": (lambda: nn.ConvTranspose2d(C, C, 3, padding=1), {}, False, False),
+    "a transposed one": (lambda: nn.ConvTranspose2d(C, C, 3, padding=1), {}, False, True),
     "filters of one number": (lambda: conv(1, groups=C), {}, False, True),
     "another padding": (lambda: conv(padding_mode="reflect"), {}, False, True),
     "hooks": (lambda: hook(conv()), {}, False, True),
