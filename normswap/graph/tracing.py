@@ -224,6 +224,7 @@ class Traced:
             sizes_are_known=bool(self.others) or not self.is_small,
             tensor_read=self.read_directly(module),
             hidden=hidden,
+            holder=self.modules.get(path.rpartition(".")[0]) if path else None,
         )
 
     def index(self, node: fx.Node) -> int:

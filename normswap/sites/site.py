@@ -43,6 +43,8 @@ class Site:
             network was recorded on one small input of normswap's own.
         tensor_read: The path of a tensor of the module that forward reads by itself.
         hidden: Why the module cannot be seen, where a module around it cannot be looked into.
+        holder: The module that has this one as an attribute. None for the network, and where the
+            module is looked at by itself.
     """
 
     module: nn.Module = field(repr=False)
@@ -52,6 +54,7 @@ class Site:
     sizes_are_known: bool = True
     tensor_read: str | None = None
     hidden: str | None = None
+    holder: nn.Module | None = field(default=None, repr=False)
 
     @property
     def kind(self) -> str:
@@ -285,6 +288,11 @@ class Site:
         """Why forward's way to the module forbids every change of it, or None."""
         if self.lacks_batch:
             return "it reads single samples, without a batch dimension"
+        if self.holder is not None and _is_prepared_for_qat(self.holder):
+            return (
+                f"the {type(self.holder).__name__} around it folds it anew in each forward, for"
+                " quantization-aware training: convert the network before `prepare_qat`"
+            )
         if self.tensor_read and self.called:
             return f"{self.tensor_read} is read in forward, not only by the norm itself"
         if self.tensor_read:
@@ -315,6 +323,15 @@ class Site:
         if self.statistics_in_training is Statistics.BATCH:
             return f"a {self.kind} takes its statistics from the batch; {remedy}"
         return f"a {self.kind} keeps running statistics; {remedy}"
+
+
+def _is_prepared_for_qat(module: nn.Module) -> bool:
+    """Whether a module is one of torch.ao's that hold a convolution and the norm behind it.
+
+    It is asked by name: torch says that it will drop `torch.ao`.
+    """
+    kinds = type(module).__mro__
+    return any(kind.__module__.startswith("torch.ao.nn.intrinsic.qat") for kind in kinds)
 
 
 def site_of(module: nn.Module, path: str = "") -> Site:

@@ -7,9 +7,12 @@ import timm
 import torch
 from support.lived_in_networks import lived_in
 from timm.layers import BatchNormAct2d, unfreeze_batch_norm_2d
-from torch import nn
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig_mapping
+from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
 
 import normswap
+from normswap.errors import RefusedError
 
 SIZE = (3, 48, 48)
 IMAGES = torch.randn(2, *SIZE, generator=torch.Generator().manual_seed(0))
@@ -52,3 +55,50 @@ def test_torchscript_compiles_what_the_page_says(scheme: str) -> None:
 
     with torch.no_grad():
         assert torch.allclose(scripted(IMAGES), converted(IMAGES), atol=1e-6)
+
+
+class Plain(nn.Module):
+    """Two convolutions with norms, as `prepare_qat_fx` fuses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, bias=False)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x)).relu()
+        return self.head(self.bn2(self.conv2(x)).mean((2, 3)))
+
+
+def _prepared(model: nn.Module) -> nn.Module:
+    """The network as torch.ao prepares it for quantization-aware training on x86."""
+    settings = get_default_qat_qconfig_mapping("x86")
+    prepared: nn.Module = prepare_qat_fx(model.train(), settings, (IMAGES,))
+    prepared(IMAGES)
+    return prepared
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("scheme", ["folded", "frozen-bn", "groupnorm", "affine"])
+def test_a_network_prepared_for_quantization_is_refused_by_what_helps(scheme: str) -> None:
+    prepared = _prepared(Plain()).eval()
+
+    with pytest.raises(RefusedError, match=r"before `prepare_qat`"):
+        normswap.convert(prepared, scheme, inputs=IMAGES)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_folded_then_prepared_then_quantized() -> None:
+    torch.manual_seed(0)
+    source = lived_in(Plain(), IMAGES.double()).float()
+    folded = normswap.convert(source, "folded", inputs=IMAGES).model
+
+    quantized = convert_fx(_prepared(folded).eval())
+
+    with torch.no_grad():
+        expected = source.eval()(IMAGES)
+        error = (quantized(IMAGES) - expected).norm() / expected.norm()
+    assert error < 0.1
