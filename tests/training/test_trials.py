@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from support.command_line import Capture, refused, run_json
-from support.small_trainings import CLASSES, network, write_images
+from support.small_trainings import CLASSES, network
 
 from normswap.analysis.advice import Advice
 from normswap.cli.app import main
@@ -122,9 +122,13 @@ def test_norms_in_eval_mode_keep_their_statistics_while_gammas_learn() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A network beside images of its classes, in the working directory."""
+    """A network beside images of its classes, in the working directory: one color for each."""
     monkeypatch.chdir(tmp_path)
-    write_images(tmp_path / "images")
+    for number, label in enumerate(CLASSES):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for index in range(4):
+            color = (25 * number, 5 * index, 250 - 25 * number)
+            Image.new("RGB", (32, 32), color).save(tmp_path / "images" / label / f"{index}.png")
     return str(checkpoint.save(network(), tmp_path / "net"))
 
 
@@ -134,7 +138,7 @@ def test_trials_end_in_commands_that_can_be_typed(
 ) -> None:
     """Each look at the clock takes a tenth of a second."""
     clock = itertools.count(0, 0.1)
-    monkeypatch.setattr(trials, "_RATES", (1,))
+    monkeypatch.setattr(trials, "_RATES", (50,))
     monkeypatch.setattr(trials, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     options = "--input-size 3,32,32 --data images --batch-size 8 --minutes 0.8 --device cpu"
     how = ("advise", model, *options.split())
@@ -176,6 +180,19 @@ def test_trials_end_in_commands_that_can_be_typed(
             else ["train.epochs=1", "schedule.warmup=0", "--device", "cpu"]
         )
         assert main([*words, *more, "-o", f"out{number}"]) == 0
+
+
+def test_no_training_is_named_where_every_way_ends_worse(
+    model: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_gained(_network: Network, possible: list[Advice], *_: object, **__: object) -> Any:
+        return None, possible, []
+
+    monkeypatch.setattr(advise_command, "_measure", nothing_gained)
+
+    assert main(["advise", model, "--input-size", "3,32,32", "--data", "images"]) == 0
+
+    assert "finetune" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def run(
         measured, possible, recipe = _measure(
             network, possible, trying, batch_size, private=private
         )
-        following = ["finetune", *words, *recipe]
+        if recipe:
+            following = ["finetune", *words, *recipe]
 
     first, *others = map(asdict, possible)
     task, ended_elsewhere = elsewhere(network, batch_size, private=private)
@@ -146,7 +147,7 @@ def _measure(
 
     Returns:
         The record of the trials, the targets in the order of their loss, and the words that train
-        to the best target by `finetune`.
+        to the best target by `finetune`: none where it ended with a higher loss than it began with.
     """
     from normswap.training import trials
 
