@@ -109,21 +109,30 @@ sys.addaudithook(_hook)
 
 @contextmanager
 def watched(seconds: float = 30) -> Iterator[None]:
-    """Raise StartedError for a socket, a process, anything of EVIL, or more than these seconds."""
+    """Raise StartedError for a socket, a process, anything of EVIL, or too much time.
+
+    Args:
+        seconds: The processor time that may pass, which a busy machine does not lengthen. Five
+            times as much may pass on the clock, where something waits.
+    """
     global _watching
 
     def expired(_signal: int, _frame: object) -> None:
         raise StartedError(f"it takes more than {seconds} seconds")
 
-    before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    timers = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
+    before = {number: signal.signal(number, expired) for number in timers.values()}
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 5 * seconds)
     _watching = True
     try:
         yield
     finally:
         _watching = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
