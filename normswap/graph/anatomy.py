@@ -108,6 +108,10 @@ class Block:
     branch: fx.Node = field(repr=False, compare=False)
 
 
+# Why a norm is seen that no module is.
+CALLS_BATCH_NORM = "forward calls batch_norm itself, not a module"
+
+
 @dataclass(frozen=True)
 class Anatomy:
     """The result of `inspect`.
@@ -127,6 +131,8 @@ class Anatomy:
         widths: The numbers of outputs of the linear layers that end the network.
         outside: Paths of the modules that a conversion leaves as they are (`restrict`).
         provenance: Where the network is from, how it was converted, and the norms that it once had.
+        functional_norms: The paths of the modules whose forward calls `batch_norm` itself. The path
+            is empty for the network.
     """
 
     blocks: tuple[Block, ...]
@@ -140,6 +146,7 @@ class Anatomy:
     widths: frozenset[int] = frozenset()
     outside: frozenset[str] = frozenset()
     provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
+    functional_norms: tuple[str, ...] = ()
 
     def site(self, path: str) -> Site:
         """Return what the module at a path is, and how forward reaches it."""
@@ -155,10 +162,18 @@ class Anatomy:
 
         The text is empty if there are none.
         """
-        refused = [norm for norm in self.norms if self.takes_part(norm.path) and norm.site.refusal]
+        reasons = {norm.path: norm.site.refusal for norm in self.norms}
+        reasons |= dict.fromkeys(self.functional_norms, CALLS_BATCH_NORM)
+        refused = [
+            (path or "the network itself", why)
+            for path, why in reasons.items()
+            if why is not None and self.takes_part(path)
+        ]
         if not refused:
             return ""
-        sentence = f"{refused[0].path}: {refused[0].site.refusal}"
+
+        path, why = refused[0]
+        sentence = f"{path}: {why}"
         if len(refused) > 1:
             sentence += f", and {len(refused) - 1} more norms"
         return sentence

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from normswap import provenance
 from normswap.copying import dotted
-from normswap.graph.anatomy import Anatomy, Block, Norm
+from normswap.graph.anatomy import CALLS_BATCH_NORM, Anatomy, Block, Norm
 from normswap.graph.recording import record
 from normswap.graph.tracing import LINEAR, NodeReader, Traced, inputs, is_add, is_mul, single
 from normswap.models import network_input
@@ -69,10 +69,12 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
         classifier_path = str(classifier.target)
         dropout = reader.dropout(classifier)
 
+    functional_norms = _functional_norms(traced)
+    functional = [(path, CALLS_BATCH_NORM) for path in functional_norms]
     return Anatomy(
         blocks=tuple(blocks),
         norms=tuple(reader.norms(blocks)),
-        refusals=(*traced.opaque.items(), *_functional_norms(traced)),
+        refusals=(*traced.opaque.items(), *functional),
         classifier=classifier_path,
         dropout=dropout,
         traced=traced,
@@ -80,20 +82,20 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
         features=features,
         widths=widths,
         provenance=provenance.of(model),
+        functional_norms=functional_norms,
     )
 
 
-def _functional_norms(traced: Traced) -> list[tuple[str, str]]:
-    """Return (path, reason) for each forward that calls batch_norm itself, on stored statistics."""
-    refusals = []
+def _functional_norms(traced: Traced) -> tuple[str, ...]:
+    """Return the paths of the modules whose forward calls batch_norm on stored statistics."""
+    paths: list[str] = []
     for node in traced.nodes:
         if node.target not in (F.batch_norm, torch.batch_norm):
             continue
         statistics = (*node.args[1:3], node.kwargs.get("running_mean"))
         if any(isinstance(argument, fx.Node) for argument in statistics):
-            path = "".join(node.meta["inside"][-1:])
-            refusals.append((path, "forward calls batch_norm itself, not a module"))
-    return refusals
+            paths.append("".join(node.meta["inside"][-1:]))
+    return tuple(dict.fromkeys(paths))
 
 
 class _GraphReader(NodeReader):

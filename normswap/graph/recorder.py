@@ -148,6 +148,8 @@ class Recorder(TorchFunctionMode):
         # A convolution may hold a module that pads its input. It is a leaf of the graph anyway.
         holders = (module for module in modules.values() if module._modules)
         self.convolutions = {id(module) for module in holders if own_forwards.computes(module)}
+        # Some norms are known by what they compute. They are run before anything is recorded.
+        self.norms_and_maps = {id(module) for module in modules.values() if site_of(module).is_leaf}
 
         # The paths of the modules that are running, and whether a leaf runs, in which nothing is
         # recorded.
@@ -440,7 +442,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(module, torch.jit.ScriptModule):
             self.opaque[path] = "it is scripted, so its operations cannot be seen"
             return True
-        if site_of(module).is_leaf:
+        if self._is_norm_or_map(module):
             return True
         if isinstance(module, _CONTAINERS):
             return False
@@ -448,11 +450,18 @@ class Recorder(TorchFunctionMode):
         is_childless = not module._modules or id(module) in self.convolutions
         return is_childless or type(module).__module__.startswith("torch.nn")
 
+    def _is_norm_or_map(self, module: nn.Module) -> bool:
+        """Whether a module is a norm, or y = act(s x + t) per channel."""
+        if id(module) in self.paths:
+            return id(module) in self.norms_and_maps
+        # Forward may make a module as it runs.
+        return site_of(module).is_leaf
+
     def _run_leaf(
         self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs
     ) -> object:
         """Run a leaf and add its node."""
-        if not args and kwargs and site_of(module).is_leaf:
+        if not args and kwargs and self._is_norm_or_map(module):
             remedy = (
                 f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has"
                 " another argument"

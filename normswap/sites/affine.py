@@ -103,6 +103,9 @@ def channels(module: nn.Module) -> int:
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
         return weight.numel()
+    if known_norms.measured_roles(module) is not None:
+        scale, _ = read_map(module)
+        return scale.numel()
     return 0
 
 
@@ -223,6 +226,8 @@ def epsilon(norm: nn.Module) -> float:
         measured = known_norms.measured_eps(norm)
         if measured is not None:
             return measured
+        if roles := known_norms.measured_roles(norm):
+            return roles.eps
     return float(getattr(norm, "eps", 1e-5))
 
 

@@ -8,13 +8,16 @@ Many libraries write their own frozen BatchNorm (torchvision, detectron2, DETR),
 whose forward only adds casts. A module without children that owns weight, bias, running_mean and
 running_var, each of one number per channel, is believed to be a BatchNorm if in eval mode, in
 float64, it computes y = weight (x - mean) / sqrt(var + eps) + bias with its own eps or a usual one.
+One that owns four such tensors under other names is tried with each of them in each role.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from timm import layers as timm_layers
@@ -197,9 +200,19 @@ def kind_of(module: nn.Module) -> NormKind | None:
         return _TRACKED
     if nearest is not None:
         return KINDS[nearest]
-    if isinstance(module, OwnLayer) or not has_the_tensors(module):
+    if isinstance(module, OwnLayer):
         return None
-    return _BATCH
+    if has_the_tensors(module):
+        return _BATCH
+    roles = measured_roles(module)
+    if roles is None:
+        return None
+    return NormKind(
+        Statistics.POPULATION,
+        affine=roles.scale_and_shift,
+        moments=roles.mean_and_variance,
+        training=Statistics.BATCH,
+    )
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -275,6 +288,107 @@ def measured_eps(module: nn.Module) -> float | None:
         for eps in _eps_candidates(module):
             if all(_is_batchnorm_output(norm, x, y, eps) for x, y in probes):
                 return eps
+        return None
+    return None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The names under which a module keeps a BatchNorm's four tensors, and its eps.
+
+    Args:
+        weight: The name of gamma.
+        bias: The name of beta.
+        mean: The name of the running mean.
+        variance: The name of the running variance.
+        eps: The epsilon.
+    """
+
+    weight: str
+    bias: str
+    mean: str
+    variance: str
+    eps: float
+
+    def mean_and_variance(self, module: nn.Module) -> Pair:
+        """Return the running mean and variance of a module with these roles, each (C,)."""
+        tensors = _tensors_of(module)
+        return tensors[self.mean], tensors[self.variance]
+
+    def scale_and_shift(self, module: nn.Module) -> Pair:
+        """Return s and t of y = s * x + t of a module with these roles, each (C,), in float64."""
+        mean, variance = self.mean_and_variance(module)
+        tensors = _tensors_of(module)
+        scale = tensors[self.weight].double() * torch.rsqrt(variance.double() + self.eps)
+        return scale, tensors[self.bias].double() - mean.double() * scale
+
+
+# What was measured of a module, beside the versions of its tensors then.
+_Measured: TypeAlias = tuple[tuple[int, ...], Roles | None]
+_measured: WeakKeyDictionary[nn.Module, _Measured] = WeakKeyDictionary()
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own vectors of floating-point numbers, by name, parameters first."""
+    owned = {**module._parameters, **module._buffers}
+    return {
+        name: tensor
+        for name, tensor in owned.items()
+        if tensor is not None and tensor.ndim == 1 and tensor.is_floating_point()
+    }
+
+
+def measured_roles(module: nn.Module) -> Roles | None:
+    """Return under which names a module keeps a BatchNorm's tensors, or None if it is none.
+
+    A module without children that owns four vectors of one length is tried in eval mode, in
+    float64, with each of them in each role. Parameters are tried as gamma and beta first.
+    """
+    if isinstance(module, torch.jit.ScriptModule) or module._modules:
+        return None
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    tensors = _tensors_of(module)
+    is_whole = len(tensors) == 4 and len({len(tensor) for tensor in tensors.values()}) == 1
+    if not is_whole or any(tensor.is_meta for tensor in tensors.values()):
+        return None
+
+    versions = tuple(tensor._version for tensor in tensors.values())
+    known = _measured.get(module)
+    if known is None or known[0] != versions:
+        known = (versions, _measure_roles(module))
+        _measured[module] = known
+    return known[1]
+
+
+@torch.no_grad()
+def _measure_roles(module: nn.Module) -> Roles | None:
+    """Return what `measured_roles` does, from a copy of the module that is run."""
+    # A foreign class may refuse to be copied.
+    try:
+        norm = copying.duplicate(module, {}).double().eval()
+    except Exception:
+        return None
+
+    tensors = _tensors_of(norm)
+    channels = len(next(iter(tensors.values())))
+    generator = torch.Generator().manual_seed(0)
+    # The first size that the norm accepts decides.
+    for sizes in _PROBE_SIZES:
+        x = torch.randn(2, channels, *sizes, generator=generator, dtype=torch.float64)
+        # A norm may refuse inputs with another number of dimensions than its own.
+        try:
+            probes = [(scale * x, norm(scale * x)) for scale in SCALES]
+        except Exception:
+            continue
+
+        shape = (1, -1, *(1,) * len(sizes))
+        for weight, bias, mean, variance in itertools.permutations(tensors):
+            for eps in _eps_candidates(module):
+                roles = Roles(weight, bias, mean, variance, eps)
+                scale, shift = (value.view(shape) for value in roles.scale_and_shift(norm))
+                if all(is_near(y, x * scale + shift) for x, y in probes):
+                    return roles
         return None
     return None
 

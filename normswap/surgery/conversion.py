@@ -14,7 +14,7 @@ from normswap.errors import NormswapError, OptionError, RefusedError, Verificati
 from normswap.folding import norm_free
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
-from normswap.graph.anatomy import Anatomy, naming, patterns, restrict
+from normswap.graph.anatomy import CALLS_BATCH_NORM, Anatomy, naming, patterns, restrict
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
@@ -278,7 +278,11 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
             )
 
         last = carrying_out.carry_out(network, step)
-        notes = (*network.anatomy.traced.remarks, *builder.notes, *last.notes)
+        functional = [
+            f"{path or 'the network itself'} keeps its norm: {CALLS_BATCH_NORM}"
+            for path in network.anatomy.functional_norms
+        ]
+        notes = (*network.anatomy.traced.remarks, *functional, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(source.images, source.progress)
 
