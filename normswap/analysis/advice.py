@@ -28,6 +28,7 @@ from normswap.surgery.network import Network
 ENOUGH = 16
 # ResNet-50 on an H200, images a second beside BatchNorm's (tests/lab/gpu/h200.md, "Speed").
 _GROUPNORM_COST = "3.5 times slower to train and 5 times slower to run than BatchNorm"
+_IN_LARGE_BATCHES = "; trained from scratch in very large batches it was behind BatchNorm (De & Smith 2020, Table 2)"
 # Checkpoints that were trained without BatchNorm, by what they have instead.
 READY = (
     "timm has ImageNet networks that were trained without BatchNorm: resnet50_gn,"
@@ -216,7 +217,7 @@ def _candidates(
 
     if private:
         reason = "gradients per sample need norms without the batch"
-        yield from _without_batch_statistics(reason)
+        yield from _without_batch_statistics(reason, caution=_IN_LARGE_BATCHES)
         return
 
     has_batchnorm = any(site.is_batchnorm for site in sites_of(model))
@@ -231,9 +232,15 @@ def _candidates(
     yield _Candidate("tune", "frozen statistics, for a short tuning")
 
 
-def _without_batch_statistics(reason: str) -> Iterator[_Candidate]:
-    """Yield the targets that need no statistics of the batch."""
-    yield _Candidate("skipinit", f"{reason}: keeps the function; no norm, one scalar per branch")
+def _without_batch_statistics(reason: str, *, caution: str = "") -> Iterator[_Candidate]:
+    """Yield the targets that need no statistics of the batch.
+
+    Args:
+        reason: Why the statistics of the batch are of no use, as the beginning of a sentence.
+        caution: What speaks against scalars here, as the end of a sentence.
+    """
+    keeps = "keeps the function; no norm, one scalar per branch"
+    yield _Candidate("skipinit", f"{reason}: {keeps}{caution}")
 
     groupnorm = _Candidate(
         "groupnorm",

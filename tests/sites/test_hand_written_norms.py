@@ -170,6 +170,6 @@ def test_a_call_in_the_networks_own_forward_is_said() -> None:
     notes = "\n".join(result.notes)
     assert "the network itself keeps its norm: forward calls batch_norm itself" in notes
     assert list(result.outcomes) == ["norm2"]
+    source.norm2 = nn.Identity()
     with pytest.raises(RefusedError, match="the network itself: forward calls batch_norm itself"):
-        source.norm2 = nn.Identity()
         normswap.convert(source, "folded", inputs=IMAGES)
