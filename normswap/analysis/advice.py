@@ -28,7 +28,9 @@ from normswap.surgery.network import Network
 ENOUGH = 16
 # ResNet-50 on an H200, images a second beside BatchNorm's (tests/lab/gpu/h200.md, "Speed").
 _GROUPNORM_COST = "3.5 times slower to train and 5 times slower to run than BatchNorm"
-_IN_LARGE_BATCHES = "; trained from scratch in very large batches it was behind BatchNorm (De & Smith 2020, Table 2)"
+_IN_LARGE_BATCHES = (
+    "; from scratch, in very large batches, it was behind BatchNorm (De & Smith 2020, Table 2)"
+)
 # Checkpoints that were trained without BatchNorm, by what they have instead.
 READY = (
     "timm has ImageNet networks that were trained without BatchNorm: resnet50_gn,"
