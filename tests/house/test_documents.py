@@ -34,7 +34,7 @@ FOLDERS = (
     "docs",
 )
 # Names that a reader chooses, and names of files that normswap writes.
-FREE = re.compile(r"[A-Z]{3}|[*<(]|^r\d|\.(preprocess|safetensors)|config\.json")
+FREE = re.compile(r"[A-Z]{3}|[*<(]|^r\d|\.(preprocess|safetensors)|config\.json|^folds\.json")
 
 FOLLOWED = """
 import collections, importlib, inspect, json, pkgutil, sys

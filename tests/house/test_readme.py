@@ -1,7 +1,8 @@
-"""What the README shows runs: its Python block, and its shell commands, on a network without
+"""What the README shows runs: its Python blocks, and its shell commands, on a network without
 weights.
 """
 
+import itertools
 import shlex
 from pathlib import Path
 
@@ -14,10 +15,21 @@ from normswap.cli.app import main
 from normswap.version import __version__
 
 
-def test_python_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_print_what_they_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks are one program, in the order of the page."""
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks("python")
-    exec(compile(block, str(README), "exec"), {})
+    names: dict[str, object] = {}
+    story = blocks_in(README.read_text())
+    pairs = [pair for pair in itertools.pairwise(story) if pair[0].language == "python"]
+    assert len(pairs) == 2
+
+    for code, shown in pairs:
+        exec(compile(code.text, str(README), "exec"), names)
+        assert shown.language == "text"
+        assert capsys.readouterr().out == shown.text
+
     assert (tmp_path / "r18-skipinit" / "model.safetensors").is_file()
 
 

@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 PICTURE = HERE.parents[1] / "pictures" / "after_the_swap.png"
 NETWORK = "efficientnet_lite0"
 SOURCE = "source, BatchNorm"
+EVALUATED = "BatchNorm in eval mode"
 Row = tuple[str, str]  # of the table: how, and images
 
 
@@ -48,6 +49,7 @@ TRAINED = {  # the same for the ways of `after_training.md`
     "groupnorm": "`groupnorm`",
     "skipinit": "`skipinit`",
     "frozen-bn": "`frozen-bn`",
+    EVALUATED: "BatchNorm in eval mode",
     SOURCE: "BatchNorm",
 }
 
@@ -87,7 +89,12 @@ def figures() -> tuple[int, dict[str, list[float]]]:
 
 
 def draw(
-    axes: Axes, bars: dict[str, list[float]], titles: tuple[str, str], by_hand: tuple[str, ...]
+    axes: Axes,
+    bars: dict[str, list[float]],
+    titles: tuple[str, str],
+    by_hand: tuple[str, ...],
+    *,
+    pale: bool,
 ) -> None:
     """Draw a group of bars for each name.
 
@@ -96,22 +103,21 @@ def draw(
         bars: At most two values by the name of their group; the first is drawn strong.
         titles: What the two values are.
         by_hand: Beginnings of the names of conversions that users do by hand.
+        pale: Whether the second bar is pale, which means before training. Otherwise it is hollow.
     """
     for place, (bar, values) in enumerate(bars.items()):
-        colours = ("#c0392b", "#e3a29a") if bar.startswith(by_hand) else ("#2c5aa0", "#9db8dc")
-        if bar == SOURCE:
-            colours = ("#8a8f98", "#c9ccd1")
+        strong, weak = ("#c0392b", "#e3a29a") if bar.startswith(by_hand) else ("#2c5aa0", "#9db8dc")
+        if bar in (SOURCE, EVALUATED):
+            strong, weak = ("#8a8f98", "#c9ccd1")
 
         height = 0.8 / len(values)
-        for i, (value, colour) in enumerate(zip(values, colours, strict=False)):
+        fills = (strong, weak if pale else "none")
+        for i, (value, fill) in enumerate(zip(values, fills, strict=False)):
             shift = (i - (len(values) - 1) / 2) * height
+            edge = "none" if fill != "none" else strong
+            drawn = axes.barh(place + shift, value, height * 0.88, color=fill, edgecolor=edge)
             label = f"{value:.1f} %" if len(values) == 1 else f"{value:.1f} % {titles[i]}"
-            axes.bar_label(
-                axes.barh(place + shift, value, height * 0.9, color=colour),
-                [label],
-                padding=4,
-                fontsize=8,
-            )
+            axes.bar_label(drawn, [label], padding=4, fontsize=8)
 
     axes.set_yticks(range(len(bars)), list(bars), fontsize=9)
     axes.invert_yaxis()
@@ -124,13 +130,13 @@ def main() -> None:
     count, swapped = figures()
     after = trained()
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9.2, 7.8), dpi=150, facecolor="white")
-    draw(upper, swapped, ("in one group", "in 32 groups"), ("by hand",))
+    draw(upper, swapped, ("in one group", "in 32 groups"), ("by hand",), pale=False)
     title = (
         f"EfficientNet-Lite0, {count} ImageNet photographs: right after the swap, before any"
         " training"
     )
     upper.set_title(title, fontsize=11, x=-0.65, ha="left")
-    draw(lower, after, ("at the end", "before"), ("fresh", "gamma"))
+    draw(lower, after, ("at the end", "before"), ("fresh", "gamma"), pale=True)
     title = "A narrow ResNet-18 on CIFAR-10: trained on with two images an update"
     lower.set_title(title, fontsize=11, x=-0.65, ha="left")
     figure.tight_layout(h_pad=2)
