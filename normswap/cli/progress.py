@@ -33,11 +33,15 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def bar(text: str) -> Iterator[Callable[[int, int], None]]:
+def bar(text: str, *, in_logs: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show a bar beside `text`.
 
     The function that is yielded moves the bar: it takes the images done and their total, 0 if the
     total is unknown.
+
+    Args:
+        text: What is done.
+        in_logs: Whether a log, which has no bar, gets a line now and then.
     """
     from rich.progress import (
         BarColumn,
@@ -55,6 +59,11 @@ def bar(text: str) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
     )
     hidden = not console.is_terminal
+    if hidden and in_logs:
+        from normswap.models.pace import Pace
+
+        yield Pace(text, say_aside)
+        return
     with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
         task = shown.add_task(printable(text), total=None)
 

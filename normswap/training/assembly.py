@@ -137,13 +137,19 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
     return Subject(Network.of(model), model)
 
 
-def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> Subject:
+def converted(
+    subject: Subject,
+    recipe: Recipe,
+    say: Callable[[str], None],
+    progress: Callable[[int, int], None] | None = None,
+) -> Subject:
     """Return the network converted, if the recipe says so.
 
     Args:
         subject: The network before its conversion, which is not changed.
         recipe: The recipe.
         say: Called with each sentence that the user should read.
+        progress: Called while values are fitted, with the layers done and their total.
     """
     network = subject.network
     model = subject.source
@@ -162,7 +168,13 @@ def converted(subject: Subject, recipe: Recipe, say: Callable[[str], None]) -> S
                 workers=0,
                 labelled=False,
             )
-        result = conversion.convert(network, settings.to, calibrate=images, **settings.options)
+        result = conversion.convert(
+            network,
+            settings.to,
+            calibrate=images,
+            progress=progress,
+            **settings.options,
+        )
         for note in result.notes:
             say(note)
         network = result.network

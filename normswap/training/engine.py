@@ -25,6 +25,7 @@ from normswap.errors import OptionError, SourceError, TrainingError
 from normswap.images.accuracy import Evaluation, evaluate
 from normswap.images.datasets import Loader
 from normswap.models.modes import evaluating
+from normswap.models.pace import Pace
 from normswap.models.preprocessing import assumption
 from normswap.storage import atomic_write
 from normswap.training import assembly, recipe_files
@@ -152,7 +153,11 @@ def finetune(
         folder = Folder(Path(out), identify(subject.source, recipe, images.digest))
         if resume is None and engine.is_main_process:
             folder.check_new()
-        subject = converted(subject, recipe, say_and_keep)
+        # A fit may take minutes before the first update. Its pace is said, and is no note.
+        pace = None
+        if say is not None and engine.is_main_process:
+            pace = Pace("fitting values to images", say)
+        subject = converted(subject, recipe, say_and_keep, pace)
         task = Task(subject, images, recipe, engine)
         assumed = assumption(subject.module)
         if assumed:

@@ -1,0 +1,56 @@
+"""How long a fit still takes, said in sentences where no bar is drawn."""
+
+import time
+from collections.abc import Callable
+
+# Seconds until the first sentence, and between two of them.
+_FIRST = 5.0
+_BETWEEN = 30.0
+
+
+class Pace:
+    """A `progress` function that says how far the work is and about how long the rest takes.
+
+    Time is taken from the first part on, since what comes before the first part is not repeated.
+
+    Args:
+        work: What is done, as each sentence begins.
+        say: Called with each sentence.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(
+        self, work: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.work = work
+        self.say = say
+        self.clock = clock
+        self.due = clock() + _FIRST
+        self.last_done = 0
+        # When the first part of this pass was done, and how many parts were done then.
+        self.begun = 0.0
+        self.begun_with = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Say how far the work is, if the last sentence is old enough.
+
+        Args:
+            done: How many parts are done. A smaller number than before begins another pass.
+            total: How many parts there are. 0 if that is not known.
+        """
+        now = self.clock()
+        is_first = self.last_done == 0 or done < self.last_done
+        self.last_done = done
+        if is_first:
+            self.begun = now
+            self.begun_with = done
+            return
+        if now < self.due or done == total:
+            return
+
+        self.due = now + _BETWEEN
+        sentence = f"{self.work}: {done}"
+        if total:
+            seconds_a_part = (now - self.begun) / (done - self.begun_with)
+            sentence += f" of {total}, about {seconds_a_part * (total - done):.0f} s left"
+        self.say(sentence)
