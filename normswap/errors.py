@@ -7,10 +7,11 @@ in Python.
 import difflib
 import importlib.util
 import logging
+import re
 import shlex
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -120,6 +121,53 @@ def first_few(items: Iterable[str], most: int = 5) -> str:
     if len(listed) > most:
         shown += f" and {len(listed) - most} more"
     return shown
+
+
+def by_reason(reasons: Mapping[str, str], whole: str, most: int = 3) -> str:
+    """Return why each of several paths is refused, with the paths of one reason together.
+
+    Args:
+        reasons: The reason for each path.
+        whole: How the network as a whole is called, whose path is empty.
+        most: How many reasons, and how many paths of each, are shown at most.
+    """
+    paths: dict[str, list[str]] = {}
+    for path, reason in reasons.items():
+        paths.setdefault(reason, []).append(path or whole)
+
+    shown = list(paths.items())[:most]
+    parts = [f"{first_few(group, most)}: {reason}" for reason, group in shown]
+    left = sum(len(group) for group in paths.values()) - sum(len(group) for _, group in shown)
+    if left:
+        parts.append(f"and {left} more")
+    return "; ".join(parts)
+
+
+# What pydantic says of a value, and how it is said here.
+_DEMANDS = (
+    (r"input should be a valid integer\b.*", "must be a whole number"),
+    (r"input should be a valid number\b.*", "must be a number"),
+    (r"input should be a finite number", "must be a finite number"),
+    (r"input should be a valid string", "must be a text"),
+    (r"input should be a valid boolean\b.*", "must be true or false"),
+    (r"input should be a valid (?:array|list|tuple)", "must be a list"),
+    (r"input should be (?:an object|a valid dictionary)", "must be an object"),
+    (r"input should be greater than or equal to (\S+)", r"must be at least \1"),
+    (r"input should be less than or equal to (\S+)", r"must be at most \1"),
+    (r"input should be greater than (\S+)", r"must be above \1"),
+    (r"input should be less than (\S+)", r"must be below \1"),
+    (r"input should be (.*)", r"must be \1"),
+    (r"field required", "is missing"),
+)
+
+
+def demanded(reason: str) -> str:
+    """Return what pydantic demands of a value in our words: `must be a whole number`."""
+    for pattern, words in _DEMANDS:
+        found = re.fullmatch(pattern, reason.strip(), re.IGNORECASE | re.DOTALL)
+        if found:
+            return found.expand(words)
+    return reason
 
 
 def first_line(error: BaseException) -> str:

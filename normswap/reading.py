@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
+from normswap.errors import demanded
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
@@ -271,7 +273,7 @@ def first_problem(error: ValidationError) -> str:
             continue
         place += f"[{key}]" if isinstance(key, int) else f".{key}"
 
-    reason = problem["msg"].lower()
+    reason = demanded(problem["msg"].lower())
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         reason = "unexpected key"
     return f"{place.removeprefix('.')}: {reason}".removeprefix(": ")

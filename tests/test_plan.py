@@ -101,7 +101,7 @@ def test_outcomes_are_saved_and_decide_nothing() -> None:
     assert Plan.from_json(json.dumps(body)) == without
 
     body["steps"][0]["outcomes"] = {"bn1": "folded"}
-    with pytest.raises(PlanError, match=r"steps\[0\].outcomes.bn1: input should be an object"):
+    with pytest.raises(PlanError, match=r"steps\[0\].outcomes.bn1: must be an object"):
         Plan.from_json(json.dumps(body))
 
 
@@ -144,25 +144,25 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         f"version 1, this normswap reads {VERSION}",
     ),
     "version as text": (lambda body: body.update(version=str(VERSION)), "version"),
-    "no steps": (lambda body: body.pop("steps"), r"steps: field required"),
-    "steps as record": (lambda body: body.update(steps={}), "steps: input should be a valid"),
+    "no steps": (lambda body: body.pop("steps"), r"steps: is missing"),
+    "steps as record": (lambda body: body.update(steps={}), "steps: must be a list"),
     "step as text": (
         lambda body: body["steps"].append("folded"),
-        r"steps\[2\]: input should be an object",
+        r"steps\[2\]: must be an object",
     ),
     "unknown key in a step": (_step(alpha=0), r"steps\[1\]\.alpha: unexpected"),
     "no scheme": (
         lambda body: body["steps"][1].pop("scheme"),
-        r"steps\[1\]\.scheme: field required",
+        r"steps\[1\]\.scheme: is missing",
     ),
-    "options as list": (_step(options=[]), r"steps\[1\]\.options: input should be an object"),
+    "options as list": (_step(options=[]), r"steps\[1\]\.options: must be an object"),
     "edit as list": (
         lambda body: body["steps"][1]["edits"].append([]),
-        r"edits\[2\]: input should be an object",
+        r"edits\[2\]: must be an object",
     ),
     "unknown key in an edit": (_edit(kept=True), EDIT + r"\.kept: unexpected"),
-    "keep as number": (_edit(keep=1), EDIT + r"\.keep: input should be a valid boolean"),
-    "then without a layer": (_edit(then=[{}]), EDIT + r"\.then\[0\]\.layer: field required"),
+    "keep as number": (_edit(keep=1), EDIT + r"\.keep: must be true or false"),
+    "then without a layer": (_edit(then=[{}]), EDIT + r"\.then\[0\]\.layer: is missing"),
     "unknown way": (
         _edit(takes=[{"way": "sideways"}], reads=["a"]),
         r"takes\[0\]\.way: .*before-shift",
@@ -172,9 +172,9 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         r"takes\[0\]\.part",
     ),
     "more takes than reads": (_edit(takes=[{"way": "after"}]), r"a\.c has 0 reads and 1 takes"),
-    "path as number": (_edit(path=3), EDIT + r"\.path: input should be a valid string"),
-    "args as null": (_edit(args=None), EDIT + r"\.args: input should be an object"),
-    "reads of numbers": (_edit(reads=[1]), EDIT + r"\.reads\[0\]: input should be a valid string"),
+    "path as number": (_edit(path=3), EDIT + r"\.path: must be a text"),
+    "args as null": (_edit(args=None), EDIT + r"\.args: must be an object"),
+    "reads of numbers": (_edit(reads=[1]), EDIT + r"\.reads\[0\]: must be a text"),
     "two edits for one path": (_edit(path="a.b"), r"skipinit.*a\.b twice"),
 }
 

@@ -50,6 +50,8 @@ _BYTES_WORTH_THREADS = 8 * 2**20
 # The most levels that are unwrapped. In real files a state dict lies under one or two keys.
 _MOST_WRAPPERS = 8
 _STATISTICS = ("running_mean", "running_var")
+# The kind of misfit of a tensor whose name is there and whose shape is not.
+_OTHER_SHAPE = "of another shape"
 _Value = TypeVar("_Value")
 _TAKES_BROKEN_STATISTICS: ContextVar[bool] = ContextVar("_TAKES_BROKEN_STATISTICS", default=False)
 
@@ -172,8 +174,9 @@ def _content(file: Path) -> object:
             "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it"
             " again."
         )
-        # In a text, the unpickler takes a letter for the key of an object that was not stored.
-        why = "it is no pickle" if isinstance(error, KeyError) else first_line(error)
+        # What the unpickler trips over first in a text or an empty file tells a reader nothing.
+        is_no_pickle = isinstance(error, KeyError | IndexError | EOFError)
+        why = "it is no pickle" if is_no_pickle else first_line(error)
         raise SourceError(f"{file} is not a readable weights file", why, remedy) from None
 
 
@@ -554,9 +557,13 @@ def note_new_head(path: str, classes: int) -> None:
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
     """Return the number of names of each kind of misfit, with the first few names."""
-    return "; ".join(
-        f"{len(names)} {kind}: {first_few(names)}" for kind, names in misfits.items() if names
-    )
+    parts: list[str] = []
+    for kind, names in misfits.items():
+        if names:
+            # Names with their shapes are long, and one shows what kind of network it was.
+            most = 1 if kind == _OTHER_SHAPE else 3
+            parts.append(f"{len(names)} {kind}: {first_few(names, most)}")
+    return "; ".join(parts)
 
 
 def check_fit(
@@ -573,7 +580,7 @@ def check_fit(
     misfits: dict[str, list[str]] = {
         "missing": [],
         "unexpected": [key for key in state if key not in bare],
-        "of another shape": [],
+        _OTHER_SHAPE: [],
         "not of real numbers": [],
     }
     for key, own in bare.items():
@@ -585,14 +592,14 @@ def check_fit(
             continue
         if tensor.shape != own.shape:
             shapes = f"{tuple(tensor.shape)} in the file, {tuple(own.shape)} in the network"
-            misfits["of another shape"].append(f"{key} is {shapes}")
+            misfits[_OTHER_SHAPE].append(f"{key} is {shapes}")
         if own.is_floating_point() and not tensor.is_floating_point():
             dtype = str(tensor.dtype).removeprefix("torch.")
             misfits["not of real numbers"].append(f"{key} is {dtype}")
     if not any(misfits.values()):
         return
 
-    remedy = "Check the architecture, its arguments, the number of classes and prefixes of names."
+    remedy = "Check the architecture, its arguments, the number of classes and prefixes of names"
     if re.search(r"-\d+-of-\d+\.", origin):
         remedy = "It is one of several files: write the tensors of all of them into one"
     elif misfits["missing"] and not any(key.endswith("running_mean") for key in state):

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from torch import nn
 
 from normswap import schemes
-from normswap.errors import NormswapError, OptionError, RefusedError, VerificationError, spelled
+from normswap.errors import (
+    NormswapError,
+    OptionError,
+    RefusedError,
+    VerificationError,
+    by_reason,
+    spelled,
+)
 from normswap.folding import norm_free
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import PlanBuilder, counts
@@ -109,15 +116,9 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     builder.refusals.update(aliasing_conflicts(builder))
 
     if builder.refusals:
-        listed = [
-            f"{path or 'the network itself'}: {why}"
-            for path, why in list(builder.refusals.items())[:3]
-        ]
-        if len(builder.refusals) > len(listed):
-            listed.append(f"and {len(builder.refusals) - len(listed)} more")
         raise RefusedError(
             f"cannot convert to {scheme.name}",
-            "; ".join(listed),
+            by_reason(builder.refusals, "the network itself"),
             _leaving(restricted, chosen, builder),
         )
 
@@ -177,9 +178,11 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
         why += f", and stay as they are: {listed}"
 
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
+    if builder.outcomes:
+        remedy = f"They are what `{to}` would place. Name another scheme"
     if any(norm.averages for norm in norms):
         images = f"'{spelled('calibrate', metavar='DATA')}' (images, no labels needed)"
-        remedy = f"{images} replaces them by what they do on average, in the way to {to}"
+        remedy = f"{images} replaces them by what they do on average, on the way to {to}"
 
     return RefusedError(f"nothing to convert to {to}", why, remedy)
 

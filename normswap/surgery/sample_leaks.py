@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from normswap.copying import dotted, duplicate, tree
-from normswap.errors import RefusedError, first_line, spelled
+from normswap.errors import RefusedError, by_reason, first_line, spelled
 from normswap.graph.recorder import Widening
 from normswap.layers.seeding import seeded
 from normswap.models import calling
@@ -83,10 +83,8 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
     if not findings:
         return
 
-    listed = [f"{path or 'forward'}: {why}" for path, why in findings.items()]
-    if len(listed) > _LISTED:
-        listed = [*listed[:_LISTED], f"and {len(listed) - _LISTED} more"]
-    raise RefusedError(f"cannot convert to {purpose}", "; ".join(listed), remedy)
+    why = by_reason(findings, "forward", _LISTED)
+    raise RefusedError(f"cannot convert to {purpose}", why, remedy)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from normswap import reading, shipped
-from normswap.errors import RecipeError, near
+from normswap.errors import RecipeError, demanded, near
 from normswap.training.recipe import Part, Recipe
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")
@@ -246,5 +246,5 @@ def _problems(error: ValidationError) -> Iterator[str]:
         elif kind == "missing":
             yield f"{key} is missing"
         else:
-            message = problem["msg"].removeprefix("Input ").replace("should be", "must be")
+            message = demanded(problem["msg"])
             yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r:.200})"

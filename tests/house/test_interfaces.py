@@ -26,10 +26,11 @@ LIMITS = {
     "options of convert": 42,
     "options of export": 30,
     # Five of them lead to `reading`, where every JSON and YAML is read with bounds, and one to
-    # `copying`, with which `--for opacus` looks at every layer. Two rooms came: `sites`, which
+    # `copying`, with which `--for opacus` looks at every layer. `reading` asks `errors` for our
+    # words of what pydantic demands. Two rooms came: `sites`, which
     # eleven rooms read, and `proof`, with thirteen arrows to and from it. Four
     # rooms copy networks by `copying`, which keeps what torch's deepcopy loses.
-    "arrows between rooms": 165,
+    "arrows between rooms": 166,
     # The proof's measure, allowance and verdict are a file each, and so are the record of a site,
     # what learns, and what another program's deploying asks of a layer.
     "files that convert loads": 75,

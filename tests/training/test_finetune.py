@@ -331,7 +331,7 @@ def test_more_bad_input(images: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     file = str(write(tmp_path / "r.yaml"))
     model = str(checkpoint.save(network(), tmp_path / "m"))
     table: list[tuple[list[str], str]] = [
-        ([model], "no recipe is given. --recipe NAME"),
+        ([model], "no recipe is given. Give --recipe NAME"),
         (["--recipe", file], "nothing to train"),
         ([model, "--recipe", file, "optim.rate=1"], "unknown key optim.rate"),
         ([model, "--recipe", file, "train.epochs=-1"], "train.epochs"),

@@ -117,7 +117,8 @@ def _contenders(
         file = exported_file(name)
         if file is None:
             raise OptionError(
-                f"{name} is no exported file", remedy="One network is timed, and files of it"
+                f"{name} is no exported file",
+                remedy="Name one network, and files that `export` made of it",
             )
         image_size = image_size or file.shape[1]
         if image_size != file.shape[1]:

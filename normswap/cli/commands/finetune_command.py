@@ -90,7 +90,7 @@ def run(
         what = "no recipe is given"
         if training.resume:
             what += f", and {output} holds no run"
-        raise OptionError(what, remedy="--recipe NAME (`normswap recipes` lists them) or FILE")
+        raise OptionError(what, remedy="Give --recipe NAME (`normswap recipes` lists them) or FILE")
     model, overrides = recipe_files.split(words or [])
     plan = _named(recipe_files.load_recipe(recipe, overrides), model, data, opening)
 
