@@ -223,9 +223,12 @@ class Plan:
 
     Args:
         steps: The steps, in order.
+        made_for: The network that a plan in a file was made for, as its user named it. It decides
+            nothing.
     """
 
     steps: tuple[Step, ...] = ()
+    made_for: str = field(default="", compare=False)
 
     def __deepcopy__(self, memo: object) -> Plan:
         """Return the plan itself, which never changes: copies of a network share it."""
@@ -256,7 +259,10 @@ class Plan:
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the plan as JSON, with its digest."""
-        return json.dumps({**self._body(), "digest": self.digest}, indent=indent)
+        body = self._body()
+        if self.made_for:
+            body["made_for"] = self.made_for
+        return json.dumps({**body, "digest": self.digest}, indent=indent)
 
     @staticmethod
     def from_file(file: Path) -> Plan:
@@ -297,12 +303,12 @@ class Plan:
                     f"{origin} has plan version {version!r:.40}, this normswap reads {VERSION}"
                 )
             # The records are read from the text, since strict records take no list for a tuple.
-            steps = reading.validated(_plan_reader(), text).steps
+            stored = reading.validated(_plan_reader(), text)
         except reading.UnreadableError as error:
             raise PlanError(_located(origin, str(error))) from None
 
-        _check_counts(steps, origin)
-        return Plan(steps)
+        _check_counts(stored.steps, origin)
+        return Plan(stored.steps, stored.made_for)
 
 
 def _located(origin: str, reason: str) -> str:
@@ -334,6 +340,7 @@ class _PlanFile(_Record):
 
     version: int
     steps: tuple[Step, ...]
+    made_for: str = ""
     digest: str = ""
 
 

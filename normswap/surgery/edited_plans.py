@@ -15,13 +15,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from normswap import reading
 from normswap.errors import NormswapError, PlanError, first_few
+from normswap.folding.plan_builder import KEEPS_STATISTICS, NEVER_CALLED, folded_back, stays
 from normswap.layers.planned_layer import PlannedLayer, planned_layers
-from normswap.plan import Edit, Step
+from normswap.plan import Edit, Outcome, Step
 from normswap.surgery import applying, conversion
 from normswap.surgery.network import Network
 
 # Python has had its own since 3.11.
 _UNPACKS = (typing_extensions.Unpack, getattr(typing, "Unpack", None))
+# How norms are counted that a step does not change.
+_UNTOUCHED = (stays("").counted, KEEPS_STATISTICS.counted, NEVER_CALLED.counted)
 # A number that was planned anew is the same if it differs by less than this share.
 _SAME = 1e-3
 
@@ -172,6 +175,41 @@ def notes(network: Network, step: Step) -> list[str]:
         f"the plan has other numbers than would be planned here: {first_few(differ, 2)}. It was"
         " made for another network, or edited"
     ]
+
+
+def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
+    """Return the outcome of each norm of a network under a step from a file, by path.
+
+    The file's own record is older than an edit by hand. It counts only for a norm that the edits
+    still name.
+
+    Args:
+        network: The network that the step is for.
+        step: A step from a file.
+    """
+    layers = {edit.path: edit.layer for edit in step.edits}
+    read_by: dict[str, str] = {}
+    for edit in step.edits:
+        for path in edit.reads:
+            read_by.setdefault(path, edit.path)
+
+    found: dict[str, Outcome] = {}
+    for norm in network.anatomy.norms:
+        path = norm.path
+        is_named = path in layers or path in read_by
+        recorded = step.outcomes.get(path)
+        # The plan was made for a part of the network, to which this norm does not belong.
+        if recorded is None and step.outcomes and not is_named:
+            continue
+        if recorded is not None and is_named != (recorded.counted in _UNTOUCHED):
+            found[path] = recorded
+        elif not is_named:
+            found[path] = stays("no edit of the plan names it") if norm.called else NEVER_CALLED
+        elif path in read_by and layers.get(path, "Vacant") == "Vacant":
+            found[path] = folded_back(read_by[path])
+        else:
+            found[path] = Outcome(f"became {layers[path]}", f"becomes {layers[path]}")
+    return found
 
 
 def _differs(value: object, planned: object) -> bool:
