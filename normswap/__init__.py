@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from normswap.training.recipe_files import load_recipe as load_recipe
 
     open = open_model
+    from normswap.analysis.advice import advise as advise
+
+    doctor = diagnose
+    spp = signal_propagation
 
 # Public names by the file that defines them.
 _NAMES = {
@@ -72,9 +76,19 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()
 # A public name that its file spells otherwise: there `open` would hide Python's.
 _OTHER_NAMES = {"open": "open_model"}
 __all__ = sorted([*_HOMES, "__version__"])
+# Commands whose function has another name, or none of the names above. Whoever knows the command
+# finds the function.
+_COMMANDS = {
+    "advise": "analysis.advice.advise",
+    "doctor": "diagnosis.doctor.diagnose",
+    "spp": "analysis.block_signals.signal_propagation",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _COMMANDS:
+        home, _, function = _COMMANDS[name].rpartition(".")
+        return getattr(importlib.import_module(f"normswap.{home}"), function)
     if name not in _HOMES:
         raise AttributeError(f"module 'normswap' has no attribute {name!r}")
 

@@ -79,21 +79,21 @@ class _Candidate:
 
 
 def advise(
-    network: Network,
-    name: str,
-    batch_size: int,
+    network: nn.Module | Network,
+    name: str = "MODEL",
+    batch_size: int = 64,
     *,
     private: bool = False,
     deploy: bool = False,
     data: str = "DATA",
 ) -> tuple[list[Advice], dict[str, str]]:
-    """Find the possible targets for a network, the best first, and why others are not possible.
+    """Return the possible targets for a network, the best first, and why others are not possible.
 
     Args:
-        network: The network.
-        name: The name of the network in the commands.
+        network: The network, or its record.
+        name: The name of the network in the commands. The default is MODEL.
         batch_size: The number of images that would share statistics: the images of one device, or
-            of one client.
+            of one client. The default is 64.
         private: Whether the network will be trained privately, with gradients per sample.
         deploy: Whether the network is for inference only.
         data: The name of the images to fit to in the commands. The default is DATA.
@@ -111,6 +111,7 @@ def advise(
             "Ask twice",
         )
 
+    network = Network.of(network)
     possible: list[Advice] = []
     refused: dict[str, str] = {}
     for candidate in _candidates(network.module, batch_size, private=private, deploy=deploy):

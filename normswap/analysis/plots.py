@@ -6,7 +6,7 @@ matplotlib is an optional package, so it is imported when a picture is drawn. to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,40 +30,65 @@ PANELS = {
     "variance": "Average channel variance",
     "branch_variance": "Average variance of the branch",
 }
-# An axis is logarithmic if the ratio of its largest to its smallest value is above this.
+# Axes are logarithmic if the ratio of the largest to the smallest value of one is above this.
 _LOG_ABOVE = 30.0
 # A logarithmic axis begins at this value or above.
 _FLOOR = 1e-3
 
 
-def plot(curves: Curves, file: Path) -> Path:
+def plot(curves: Curves, file: Path, inputs: str) -> Path:
     """Draw squared mean, variance and branch variance of each network over its blocks.
 
     Args:
         curves: The points of each network, by its name.
         file: Where the picture is written. The suffix names its format.
+        inputs: What the networks were run on, for the title.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    is_log = is_logarithmic(curves, PANELS)
+    scale = "logarithmic" if is_log else "linear"
+    figure.suptitle(f"Signal by residual block, on {inputs} ({scale} axes)")
+
     panels = figure.subplots(1, 3)
     for axes, (quantity, label) in zip(panels, PANELS.items(), strict=True):
-        draw(axes, curves, quantity, label)
+        draw(axes, curves, quantity, label, is_log=is_log)
 
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return save(figure, file)
 
 
-def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
-    """Draw one quantity of `Point` for every network, logarithmically where values vary much.
+def is_logarithmic(curves: Curves, quantities: Iterable[str]) -> bool:
+    """Return whether a quantity varies so much that all axes are logarithmic.
+
+    Axes of one kind can be compared side by side.
+
+    Args:
+        curves: The points of each network, by its name.
+        quantities: The names of fields of `Point`.
+    """
+    spans = [_span(curves, quantity) for quantity in quantities]
+    return any(high / low > _LOG_ABOVE for low, high in spans)
+
+
+def _span(curves: Curves, quantity: str) -> tuple[float, float]:
+    """Return the least value that a logarithmic axis shows, and the largest, of all networks."""
+    values = [getattr(point, quantity) for points in curves.values() for point in points]
+    drawn = [value for value in values if 0 < value < math.inf]
+    return max(min(drawn, default=1.0), _FLOOR), max(drawn, default=1.0)
+
+
+def draw(axes: Axes, curves: Curves, quantity: str, label: str, *, is_log: bool) -> None:
+    """Draw one quantity of `Point` for every network.
 
     Args:
         axes: The axes to draw on.
         curves: The points of each network, by its name.
         quantity: The name of a field of `Point`.
         label: The text beside the y axis.
+        is_log: Whether the y axis is logarithmic.
     """
-    drawn: list[float] = []
     for i, (name, points) in enumerate(curves.items()):
         values = [getattr(point, quantity) for point in points]
         axes.plot(
@@ -76,13 +101,10 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str) -> None:
             markersize=max(3, 11 - 3 * i),
             fillstyle="none",
         )
-        drawn += [value for value in values if 0 < value < math.inf]
 
-    high = max(drawn, default=1.0)
-    low = max(min(drawn, default=1.0), _FLOOR)
-    if high / low > _LOG_ABOVE:
+    if is_log:
         axes.set_yscale("log")
-        axes.set_ylim(bottom=low / 1.6)
+        axes.set_ylim(bottom=_span(curves, quantity)[0] / 1.6)
     else:
         axes.set_ylim(bottom=0)
     axes.set_ylabel(label)

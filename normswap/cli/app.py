@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ import typer
 import typer.core
 
 import normswap
+from normswap import schemes, shipped
 from normswap.cli import commands, early_checks
 from normswap.cli.terminal import (
     abandon_stdout,
@@ -39,6 +41,7 @@ from normswap.errors import (
     OptionError,
     WrongResultError,
     command_line,
+    demanded,
     quiet,
 )
 
@@ -47,9 +50,25 @@ from normswap.errors import (
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 Clicks = Any
 """Objects of click's, which newer versions of typer hide."""
+# How typer's parser says that a value is of another type, or out of range.
+_INVALID = re.compile(r"Invalid value for '(--[\w-]+)': (Input should be .*)")
 # As a shell has it: 128 + SIGINT.
 _INTERRUPTED = 130
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def _recipes() -> list[str]:
+    """Return the names of the shipped recipes."""
+    files = shipped.recipes().glob("*.yaml")
+    return sorted(file.stem for file in files if file.name not in shipped.NO_RECIPES)
+
+
+# What a shell completes for a placeholder that does not list its words.
+_COMPLETED: dict[str, Callable[[], Sequence[str]]] = {
+    "SCHEME": lambda: [*schemes.names(), "unfold"],
+    "RECIPE": _recipes,
+    "NAME|FILE": _recipes,
+}
 
 
 class Command(typer.core.TyperCommand):
@@ -58,8 +77,28 @@ class Command(typer.core.TyperCommand):
     Newer versions of typer write `<bool>` behind them.
     """
 
+    # Returns the names of the options that --help leaves out, of the words of a command line.
+    left_out: Callable[[Sequence[str]], set[str]] | None = None
+    _words: Sequence[str] = ()
+
     def get_params(self, ctx: Clicks) -> Clicks:
         return _without_values(super().get_params(ctx))
+
+    def parse_args(self, ctx: Clicks, args: list[str]) -> list[str]:
+        self._words = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Clicks, formatter: Clicks) -> None:
+        """Write --help, without the options that do not belong to what the words ask for."""
+        names = set() if self.left_out is None else self.left_out(self._words)
+        options: Clicks = [option for option in self.params if option.name in names]
+        for option in options:
+            option.hidden = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            for option in options:
+                option.hidden = False
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -170,9 +209,29 @@ def _escaped(hint: object, panel: str | None = None) -> object:
     # rich would take brackets for markup.
     kind, info = get_args(hint)
     info = copy.copy(info)
+    if info.autocompletion is None:
+        info.autocompletion = _completion(info.metavar or "")
     info.help = info.help and info.help.replace("[", r"\[")
     info.rich_help_panel = panel or info.rich_help_panel
     return Annotated[kind, info]
+
+
+def _completion(metavar: str) -> Callable[[str], list[str]] | None:
+    """Return the function by which a shell completes an option's value, or None.
+
+    Args:
+        metavar: The option's placeholder. `fit|keep` has two words; words in capitals stand for
+            something else, such as a name or a number.
+    """
+    listed = [word for word in metavar.split("|") if not word.isupper()]
+    if metavar not in _COMPLETED and not ("|" in metavar and listed):
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        words = _COMPLETED[metavar]() if metavar in _COMPLETED else listed
+        return [word for word in words if word.startswith(incomplete)]
+
+    return complete
 
 
 @functools.cache
@@ -192,7 +251,10 @@ def load(name: str) -> Clicks:
 
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
     single.command(name, cls=Command, epilog=epilog, help=paragraphs)(spread(module.run))
-    return typer.main.get_command(single)
+    command = typer.main.get_command(single)
+    if isinstance(command, Command):
+        command.left_out = getattr(module, "left_out_of_help", None)
+    return command
 
 
 app = typer.Typer(
@@ -241,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = app(arguments or ["--help"], prog_name="normswap", standalone_mode=False)
             sys.stdout.flush()
     except _UsageError as error:
-        return fail(_usage(error))
+        return fail(_usage(error, arguments))
     except WrongResultError as error:
         fail(str(error))
         return 1
@@ -294,15 +356,34 @@ def _fail_as_json(message: str) -> int:
     return code
 
 
-def _usage(error: Any) -> str:
-    """Return a sentence about words that no command takes, with an example if one is missing."""
+def _usage(error: Any, arguments: Sequence[str]) -> str:
+    """Return a sentence about words that no command takes, with an example if one is missing.
+
+    Args:
+        error: The error of typer's parser.
+        arguments: The words of the command line.
+    """
     message = str(error.format_message())
+    invalid = _INVALID.fullmatch(message)
+    if invalid:
+        option, reason = invalid.groups()
+        return f"{_as_typed(option, arguments)} {demanded(reason)}"
     context = getattr(error, "ctx", None)
     name = getattr(context, "info_name", None)
     if not message.startswith("Missing") or name not in commands.SUMMARIES:
         return message
     module = importlib.import_module(f"{commands.__name__}.{name}_command")
     return f"{message} For example: normswap {module.EXAMPLES[0]}"
+
+
+def _as_typed(option: str, arguments: Sequence[str]) -> str:
+    """Return an option with the value that was typed behind it: `--groups none`."""
+    for word, following in itertools.pairwise([*arguments, ""]):
+        if word == option:
+            return f"{option} {following!r}"
+        if word.startswith(f"{option}="):
+            return f"{option} {word.removeprefix(f'{option}=')!r}"
+    return option
 
 
 def _fail_with_traceback(message: str) -> int:

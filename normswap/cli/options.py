@@ -40,17 +40,24 @@ if TYPE_CHECKING:
         named: bool
 
 
-_MODEL = (
+# What MODEL may be stands once, in `inspect --help`.
+_MODEL = "A timm name, a directory or another network (all kinds: `normswap inspect --help`)"
+_ALL_KINDS = (
     "A timm name, hf-hub:ORG/NAME, local-dir:DIR, a directory (timm's hub layout, or written by"
     " normswap), torchvision:NAME[@WEIGHTS], hf:OWNER/NAME or hf:DIR (transformers),"
-    " ultralytics:FILE.pt, package.module:factory of your own, or a .safetensors/.pth file with"
-    " --arch"
+    " ultralytics:FILE.pt, package.module:factory of your own, a .safetensors/.pth file with"
+    " --arch, or a file that `export` wrote (for inspect, evaluate, verify and bench)."
 )
-Model = Annotated[str, Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}.")]
-ModelOrFile = Annotated[
-    str,
-    Argument(metavar="MODEL", show_default=False, help=f"{_MODEL}; or a file that `export` wrote."),
-]
+
+
+def _model(help: str) -> Any:
+    """Return the argument MODEL with a text for --help."""
+    return Argument(metavar="MODEL", show_default=False, help=help)
+
+
+Model = Annotated[str, _model(f"{_MODEL}.")]
+ModelOrFile = Annotated[str, _model(f"{_MODEL}, or a file that `export` wrote.")]
+ModelOfAnyKind = Annotated[str, _model(_ALL_KINDS)]
 Json = Annotated[bool, Option("--json", help="Print JSON, and nothing else, on stdout.")]
 
 

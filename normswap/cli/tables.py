@@ -309,7 +309,7 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
     target = f"{source} to {step['scheme']}"
     options = changed(step["scheme"], step["options"])
     if options:
-        target += f" ({', '.join(f'{name} {value}' for name, value in options.items())})"
+        target += f" ({one_line(options)})"
 
     report = step["report"]
     result = None

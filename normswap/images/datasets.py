@@ -249,6 +249,24 @@ def split_for_calibration(
     return loader.only(sorted(drawn[:count])), loader.only(sorted(drawn[count:][:most]))
 
 
+def calibration_images(loader: Loader, first: int | None) -> Loader:
+    """Return images to fit to where the cost is measured on images of another place.
+
+    Args:
+        loader: All images.
+        first: The number of images to fit to, which are drawn. By default all are taken, at most
+            512.
+
+    Raises:
+        OptionError: Nobody knows how many images there are.
+    """
+    if loader.count is None:
+        return split_for_calibration(loader, first)[0]
+    count = min(first or _MOST_TO_CALIBRATE, loader.count)
+    drawn = torch.randperm(loader.count, generator=torch.Generator().manual_seed(0)).tolist()
+    return loader.only(sorted(drawn[:count]))
+
+
 def open_images(
     record: Mapping[str, Any], data: str, split: str, transform: object, *, labelled: bool | None
 ) -> LabelledImages | IterableDataset[object]:

@@ -64,9 +64,10 @@ def signal(facts: Facts) -> Iterator[Figure]:
     """Draw one figure for each quantity of the signal, with the curves of source and result."""
     names = {"before": "source", "after": "result"}
     curves = {names[network]: points for network, points in facts.signal.items()}
+    is_log = plots.is_logarithmic(curves, [quantity for quantity, _, _ in _QUANTITIES])
     for quantity, title, label in _QUANTITIES:
         axes = _axes()
-        plots.draw(axes, curves, quantity, label)
+        plots.draw(axes, curves, quantity, label, is_log=is_log)
         yield Figure(title, _svg(axes), f"{label.capitalize()}, over batch and positions.")
 
 

@@ -414,13 +414,24 @@ CURVES = {
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_pictures(tmp_path: Path, suffix: str) -> None:
-    file = plots.plot(CURVES, tmp_path / f"a.{suffix}")
+    file = plots.plot(CURVES, tmp_path / f"a.{suffix}", "ten images")
 
     assert file.stat().st_size > 5000
     if suffix == "svg":
         text = file.read_text()
-        assert all(f"<!-- {label}" in text for label in ("small", "exploding", "residual block"))
+        title = "Signal by residual block, on ten images (logarithmic axes)"
+        labels = ("small", "exploding", "residual block", title)
+        assert all(f"<!-- {label}" in text for label in labels)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_all_axes_are_of_one_kind() -> None:
+    """The variance alone spans a factor of a thousand."""
+    steep = {"one": [Point("s.0", "s", 1, 0.5, 1.0, 1.0, 0.5), Point("t", "t", 2, 1, 1000, 1, 1)]}
+    flat = {"one": [Point("s.0", "s", 1, 0.5, 1.0, 1.0, 0.5), Point("t", "t", 2, 1, 10, 1, 1)]}
+
+    assert plots.is_logarithmic(steep, plots.PANELS)
+    assert not plots.is_logarithmic(flat, plots.PANELS)
 
 
 def test_every_other_stage_is_shaded() -> None:
@@ -434,12 +445,12 @@ def test_every_other_stage_is_shaded() -> None:
 
 def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="png"):
-        plots.plot(CURVES, tmp_path / "a.xyz")
+        plots.plot(CURVES, tmp_path / "a.xyz", "noise")
     with pytest.raises(OutputError, match="cannot write"):
-        plots.plot(CURVES, tmp_path / "nowhere" / "a.png")
+        plots.plot(CURVES, tmp_path / "nowhere" / "a.png", "noise")
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(OutputError, match="cannot write"):
-        plots.plot(CURVES, tmp_path / "taken.png")
+        plots.plot(CURVES, tmp_path / "taken.png", "noise")
     assert [path.name for path in tmp_path.iterdir()] == ["taken.png"]
 
 

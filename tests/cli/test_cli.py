@@ -121,10 +121,35 @@ def test_options_stand_in_the_panel_of_their_record(capfd: Capture) -> None:
     inside = dict(zip(panels[1::2], panels[2::2], strict=True))
 
     assert "--arch " in inside["How MODEL is opened"]
-    assert "--alpha " in inside["Options of the schemes"]
     assert "--to " in inside["Options"]
     assert "[default: ./NAME-SCHEME]" in inside["Options"]  # rich would take it for markup
     assert "--image-mean " in inside["How its images are prepared, where it does not say so"]
+
+
+@pytest.mark.parametrize("words", [("--to", "groupnorm"), ("--to=groupnorm",)])
+def test_help_shows_the_options_of_the_scheme_that_is_named(
+    words: tuple[str, ...], capfd: Capture
+) -> None:
+    assert main(["convert", "--help"]) == 0
+    page = capfd.readouterr().out
+    assert main(["convert", *words, "--help"]) == 0
+    page_of_groupnorm = capfd.readouterr().out
+
+    assert "Options of the schemes" not in page
+    assert "normswap convert --to SCHEME --help" in " ".join(re.findall(r"[^\s│]+", page))
+    assert "--relative-eps" in page_of_groupnorm
+    assert "--alpha" not in page_of_groupnorm
+    # The next command line knows all options again.
+    skipinit = ["convert", MODEL, "--to", "skipinit", "--alpha", "0", "--dry-run"]
+    assert main(skipinit) == 0
+
+
+def test_all_kinds_of_models_are_listed_once() -> None:
+    pages = {
+        command: str(load(command).params[0].help) for command in COMMANDS if load(command).params
+    }
+
+    assert [command for command, text in pages.items() if "torchvision:NAME" in text] == ["inspect"]
 
 
 def test_inspect_resnet50(capfd: Capture) -> None:
@@ -202,6 +227,41 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
 
     assert not done["report"]["exact"]
     assert load_file("edited/model.safetensors")["layer2.0.bn2.alpha"].item() == 0.25
+
+
+def test_norms_are_counted_by_the_edits_that_are_left(capfd: Capture, here: Path) -> None:
+    words = ["convert", MODEL, "--only", "layer1", "--dry-run", "--plan", "plan.json"]
+    run_json(capfd, *words, "--to", "groupnorm")
+    plan = json.loads(Path("plan.json").read_text())
+    edits = plan["steps"][0]["edits"]
+    assert edits[1]["path"] == "layer1.0.bn1"
+    plan["steps"][0]["edits"] = edits[2:]
+    Path("plan.json").write_text(json.dumps(plan))
+
+    body = run_json(capfd, "convert", MODEL, "--from-plan", "plan.json", "-o", "out")
+
+    assert body["steps"][0]["outcomes"] == {"stay as they are": 1, "became GroupNorm": 3}
+    assert "no edit" in body["steps"][0]["verdicts"]["layer1.0.bn1"]
+
+
+def test_a_plan_knows_what_it_was_made_for(capfd: Capture, here: Path) -> None:
+    assert main(["convert", "demo", "--to", "skipinit", "--dry-run", "--plan", "plan.json"]) == 0
+    assert json.loads(Path("plan.json").read_text())["made_for"] == "demo"
+    capfd.readouterr()
+
+    other = ["convert", "resnet18", "--weights", "random", "--from-plan", "plan.json"]
+    assert main([*other, "-o", "out"]) == 2
+
+    note, error = capfd.readouterr().err.splitlines()
+    assert note == "note: plan.json was made for demo; this is resnet18"
+    assert "conv1.0" in error
+    assert error.endswith("plan.json was made for demo; this is resnet18")
+
+
+def test_a_scope_is_shown_without_brackets(capfd: Capture) -> None:
+    words = ["convert", MODEL, "--to", "folded", "--only", "layer1", "--only", "layer2"]
+    assert main([*words, "--dry-run"]) == 0
+    assert "to folded (only layer1 layer2)" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -492,6 +552,15 @@ def test_a_shell_completes_commands_and_their_options(
     for typed, completed in (
         ("normswap reca", "recalibrate"),
         ("normswap convert x --relative", "--relative-eps"),
+        ("normswap convert x --to skip", "skipinit"),
+        ("normswap convert x --to ", "unfold"),
+        ("normswap convert x --for op", "opacus"),
+        ("normswap convert x --alpha ", "inv-sqrt-depth"),
+        ("normswap finetune x --recipe recover_un", "recover_unlabelled"),
+        ("normswap sweep finetune_", "finetune_imagenet_skipinit"),
+        ("normswap export x --precision ", "int8"),
+        ("normswap export x --format on", "onnx"),
+        ("normswap evaluate x --device ", "cuda"),
     ):
         monkeypatch.setenv("COMP_WORDS", typed)
         monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))

@@ -123,7 +123,7 @@ EARLY: list[Mistake] = [
         "no number",
         None,
         (*DEMO, "groupnorm", "--groups", "x"),
-        ("Invalid value for '--groups'", "valid integer"),
+        ("--groups", "must be a whole number"),
     ),
     ("empty argument", None, (*DEMO, "folded", "-o", "", "--force"), ("an argument is empty",)),
     (
@@ -198,7 +198,7 @@ EARLY: list[Mistake] = [
         "negative rate",
         None,
         (*TRAIN, "finetune_imagenet_skipinit", "optim.lr=-1"),
-        ("optim.lr", "greater than 0"),
+        ("optim.lr", "above 0"),
     ),
     (
         "a sweep without rates",

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -469,6 +471,21 @@ def test_images_to_calibrate_on_and_to_measure_on_are_counted_apart(
         images, open_model(str(DATA))
     )
     assert tuple(part.count for part in parts) == counts
+
+
+def test_images_of_another_place_leave_all_images_to_calibrate_on(tmp_path: Path) -> None:
+    other = tmp_path / "images.tar"
+    shutil.copy(TAR, other)
+    model = open_model(str(DATA))
+
+    images = export_command.Checked(data=str(other), samples=40)
+    calibrate, measured = export_command.Int8(TAR).parts(images, model)
+    few, _ = export_command.Int8(TAR, calibrate_samples=300).parts(images, model)
+    # The same place is split, so that no image is measured on that set the ranges.
+    same = export_command.Int8(TAR).parts(replace(images, data=TAR), model)
+
+    assert (calibrate.count, measured.count, few.count) == (500, 40, 300)
+    assert [part.count for part in same] == [250, 40]
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -24,6 +25,7 @@ from normswap.cli.options import (
 )
 from normswap.cli.progress import bar, working
 from normswap.cli.tables import show
+from normswap.cli.terminal import remark
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
 from normswap.storage import atomic_write, network_folder
@@ -44,6 +46,9 @@ EXAMPLES = (
     "convert demo --to skipinit",
     "convert resnet50 --to groupnorm --calibrate IMAGES -o resnet50-gn",
 )
+_TO = (
+    "`normswap schemes` lists them. `normswap convert --to SCHEME --help` shows the options of one."
+)
 _CALIBRATE = (
     "Fit values to these images (as --data elsewhere; no labels are needed), or to 128 made from"
     " the statistics of its BatchNorms."
@@ -54,9 +59,7 @@ _CALIBRATE = (
 class Request:
     """The target, the modules that take part, the purpose, and the files to write."""
 
-    to: Annotated[
-        str | None, Option(metavar="SCHEME", show_default=False, help="See `normswap schemes`.")
-    ] = None
+    to: Annotated[str | None, Option(metavar="SCHEME", show_default=False, help=_TO)] = None
     output: Annotated[
         Path | None, output_option("DIR", "Directory to write [default: ./NAME-SCHEME].")
     ] = None
@@ -152,6 +155,22 @@ else:
     SchemeOptions = _scheme_options()
 
 
+def left_out_of_help(words: Sequence[str]) -> set[str]:
+    """Return the options of other schemes than the one that a command line names.
+
+    Args:
+        words: The words of the command line. Without --to no scheme's options are shown.
+    """
+    named = ""
+    for word, following in itertools.pairwise([*words, ""]):
+        if word == "--to":
+            named = following
+        elif word.startswith("--to="):
+            named = word.removeprefix("--to=")
+    options = schemes.all_options().values()
+    return {option.name for option, owners in options if named not in owners}
+
+
 def run(
     model: Model,
     *,
@@ -186,10 +205,10 @@ def run(
     from normswap.surgery import conversion
 
     converted: Conversion | None = None
-    with bar(f"converting to {scheme}, verifying") as progress:
+    with bar(f"converting to {scheme}, verifying", in_logs=not json) as progress:
         if plan:
             network = fit.record(net, progress)
-            converted, bodies = _carry_out(network, plan, str(request.from_plan))
+            converted, bodies = _carry_out(network, plan, str(request.from_plan), model)
             steps = plan.steps
         elif request.dry_run:
             steps, bodies = _planned(net, scheme, asked, measured=fit.calibrate is not None)
@@ -202,7 +221,8 @@ def run(
         with working(f"writing {directory}"):
             checkpoint.save(converted, directory, force=request.force)
     if request.plan is not None:
-        atomic_write.text(request.plan, Plan(steps).to_json(indent=2) + "\n")
+        text = Plan(steps, made_for=model).to_json(indent=2)
+        atomic_write.text(request.plan, f"{text}\n")
 
     body = {
         "source": model,
@@ -280,13 +300,16 @@ def _planned(
     return tuple(step for step, _ in planned), bodies
 
 
-def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | None, list[Body]]:
+def _carry_out(
+    network: Network, plan: Plan, origin: str, name: str
+) -> tuple[Conversion | None, list[Body]]:
     """Carry out the steps of a plan from a file.
 
     Args:
         network: The network to convert.
         plan: The plan.
         origin: The plan's file, as an error names it.
+        name: The network's name, as its user typed it.
 
     Returns:
         The last conversion, and the record of each step.
@@ -299,12 +322,20 @@ def _carry_out(network: Network, plan: Plan, origin: str) -> tuple[Conversion | 
     converted: Conversion | None = None
     images = network.images
     progress = network.progress
+    elsewhere = ""
+    if plan.made_for not in ("", name):
+        elsewhere = f"{origin} was made for {plan.made_for}; this is {name}"
+        remark([elsewhere])
+
     for step in plan.steps:
         edited_plans.check(step)
         try:
             notes = edited_plans.notes(network, step)
+            outcomes = edited_plans.outcomes(network, step)
             converted = carry_out(network.fitted_to(images, progress), step)
-            converted = replace(converted, notes=(*notes, *converted.notes))
+            converted = replace(converted, notes=(*notes, *converted.notes), outcomes=outcomes)
+        except PlanError as error:
+            raise PlanError(error.what, error.why, error.remedy or elsewhere) from None
         except RuntimeError as error:
             raise PlanError(
                 f"{origin} gives a network that does not run", first_line(error)

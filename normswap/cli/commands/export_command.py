@@ -42,8 +42,8 @@ _FEW = 64
 # points.
 _MEASURED = 2000
 _CALIBRATE = (
-    "For int8: images to set it by, as --data names them. Its cost is measured on --data, or else"
-    " on other images of PATH, at most 2,000."
+    "For int8: images to set it by, as --data names them. Its cost is measured on --data, if that"
+    " is another place, or else on other images of PATH, at most 2,000."
 )
 _WEIGHT_BITS = (
     "For int8: 7 compute the same on every CPU; 8 are finer, for CPUs with VNNI or dot products of"
@@ -102,7 +102,7 @@ class Int8:
             min=1,
             metavar="N",
             show_default=False,
-            help="For int8: set it by this many [512 or half].",
+            help="For int8: set it by this many [512; half of PATH without --data].",
         ),
     ] = None
     weight_bits: Annotated[
@@ -112,16 +112,16 @@ class Int8:
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
         """Return the images to calibrate on, and the images to measure the cost on."""
-        from normswap.images.datasets import split_for_calibration
+        from normswap.images.datasets import calibration_images, split_for_calibration
 
-        whole = replace(images, data=self.calibrate, samples=None, split="train")
-        calibrate, others = split_for_calibration(
-            whole.loader(model, labelled=None),
-            self.calibrate_samples,
-            most=images.samples or _MEASURED,
-        )
-        if images.data is None:
-            return calibrate, others
+        place = replace(images, data=self.calibrate, samples=None, split="train")
+        whole = place.loader(model, labelled=None)
+        if images.data in (None, self.calibrate):
+            most = images.samples or _MEASURED
+            return split_for_calibration(whole, self.calibrate_samples, most=most)
+
+        # Images of another place measure the cost, so none of --calibrate is held back.
+        calibrate = calibration_images(whole, self.calibrate_samples)
         return calibrate, images.loader(model, labelled=None)
 
 

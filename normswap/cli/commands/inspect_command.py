@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from normswap.cli import tables
-from normswap.cli.options import Json, ModelOrFile, Opening, exported_file
+from normswap.cli.options import Json, ModelOfAnyKind, Opening, exported_file
 from normswap.cli.progress import working
 from normswap.cli.tables import print_network, show, span, table
 from normswap.plan import Body
@@ -20,7 +20,7 @@ _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path",
 _NORM_COLUMNS = ("path", "class", "channels", "role", "beta", "|gamma|", "folding")
 
 
-def run(model: ModelOrFile, *, opening: Opening, json: Json = False) -> int:
+def run(model: ModelOfAnyKind, *, opening: Opening, json: Json = False) -> int:
     """Show the residual blocks and norms of a network.
 
     For every norm, what folding would do with it, or why it cannot be folded.

@@ -111,7 +111,8 @@ def run(
     for name, points in curves.items():
         body["curves"][name] = [asdict(point) for point in points]
     if output is not None:
-        body["files"].append(plots.plot(curves, output))
+        shown_inputs = "; ".join(dict.fromkeys(inputs.values()))
+        body["files"].append(plots.plot(curves, output, shown_inputs))
     show(body, json, _print, "advise", *opening.words(models[0]))
     return 0
 
