@@ -102,7 +102,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         raise RefusedError(
             "no convolution to standardize",
             "; ".join([left_alone, *reasons[:3]]),
-            f"`{spelled('to', 'folded')}` works on any network",
+            f"`{spelled('to', 'folded')}` needs none",
         )
 
     return builder

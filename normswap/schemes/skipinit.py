@@ -151,7 +151,10 @@ def check_blocks(anatomy: Anatomy) -> None:
         RefusedError: The network has no residual blocks, or none takes part.
     """
     if not anatomy.blocks:
-        remedy = f"`{spelled('to', 'folded')}` works on any network"
+        # Without blocks a BatchNorm can only fold. Where there is none, nothing can be proposed.
+        remedy = ""
+        if any(norm.is_batchnorm and norm.called for norm in anatomy.norms):
+            remedy = f"`{spelled('to', 'folded')}` needs none"
         raise RefusedError("the network has no residual blocks", remedy=remedy)
     if not anatomy.included_blocks:
         examples = ", ".join(block.path for block in anatomy.blocks[:2])
