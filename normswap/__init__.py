@@ -87,8 +87,8 @@ _COMMANDS = {
 
 def __getattr__(name: str) -> Any:
     if name in _COMMANDS:
-        home, _, function = _COMMANDS[name].rpartition(".")
-        return getattr(importlib.import_module(f"normswap.{home}"), function)
+        file, _, function = _COMMANDS[name].rpartition(".")
+        return getattr(importlib.import_module(f"normswap.{file}"), function)
     if name not in _HOMES:
         raise AttributeError(f"module 'normswap' has no attribute {name!r}")
 
