@@ -109,7 +109,10 @@ def to_double(model: Module, memo: Memo | None = None) -> Module:
     for module in tree(model).values():
         if id(module) in memo:
             continue
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        # Not `module.parameters()`, as a network may have an attribute of that name.
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None:
+                continue
             if tensor.is_floating_point() and id(tensor) not in memo:
                 double = tensor.detach().double()
                 if isinstance(tensor, nn.Parameter):

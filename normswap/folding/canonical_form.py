@@ -164,7 +164,7 @@ def _move_scale(builder: PlanBuilder, site: Site) -> None:
     for conv_path in conv_paths:
         builder.linear(conv_path).add(site.path, AbsorbMode.BEFORE_MAGNITUDE)
 
-    dtype = next(builder.traced.modules[conv_paths[0]].parameters()).dtype
+    dtype = next(nn.Module.parameters(builder.traced.modules[conv_paths[0]])).dtype
     is_signed = bool((site.signs(dtype) != 1).any())
     builder.replace(site.path, "ChannelBias", signed=is_signed)
     sentence = f"scale moves to {', '.join(conv_paths)}; a shift stays"

@@ -218,7 +218,7 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
     if not is_replaced and parametrize.is_parametrized(linear):
         raise NotFoldable(f"{path} has a parametrized weight")
     if linear._forward_hooks or linear._forward_pre_hooks:
-        raise NotFoldable(f"{path} has forward hooks, which see its output")
+        raise NotFoldable(f"{path} {_hooks_reason(linear)}")
     for tensor_name in ("weight", "bias"):
         if tensor_name in linear._buffers:
             raise NotFoldable(f"{path}.{tensor_name} is a buffer, which no training changes")
@@ -229,6 +229,13 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
         raise NotFoldable(f"{tensor_path} is read elsewhere in forward")
     if once and len(builder.traced.calls[id(linear)]) > 1:
         raise NotFoldable(f"{path} is called more than once")
+
+
+def _hooks_reason(linear: nn.Module) -> str:
+    """Return why a linear layer with forward hooks stays."""
+    if linear._forward_hooks:
+        return "has forward hooks, which see its output"
+    return "has forward pre-hooks, which may change its input or weight"
 
 
 def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:

@@ -253,14 +253,22 @@ def _follow_batches(model: nn.Module, main: Traced, inputs: calling.Inputs) -> N
 def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
     """Yield a remark on the norms that no forward called, if another call may reach them.
 
-    This is so if forward has arguments that kept their defaults, or if it branches on values.
+    This is so if forward has arguments that kept their defaults, or that are no tensors, or if it
+    branches on values.
     """
     uncalled = [site.path for site in main.sites if site.is_norm and not site.called]
+    if not uncalled:
+        return
+
     defaults = calling.defaults(model, example)
-    if uncalled and defaults:
+    plain = calling.plain_arguments(model, example)
+    if defaults:
         names = ", ".join(defaults)
         yield f"never called: {first_few(uncalled)}; forward had the default of {names}"
-    elif uncalled and main.branches:
+    elif plain:
+        values = ", ".join(f"{name}={value!r:.40}" for name, value in plain.items())
+        yield f"never called: {first_few(uncalled)}; forward had only {values}"
+    elif main.branches:
         yield f"never called: {first_few(uncalled)}"
 
 

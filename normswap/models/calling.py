@@ -255,6 +255,15 @@ def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
     return values | example.kwargs
 
 
+def plain_arguments(model: nn.Module, example: Example) -> dict[str, object]:
+    """Return the values of a call that hold no tensor, by the names of forward's arguments."""
+    plain: dict[str, object] = {}
+    for name, value in named_arguments(model, example).items():
+        if next(named_tensors(value), None) is None:
+            plain[name] = value
+    return plain
+
+
 def defaults(model: nn.Module, example: Example) -> list[str]:
     """Return the names of forward's arguments that the call leaves at their defaults."""
     named = named_arguments(model, example)

@@ -23,6 +23,8 @@ from normswap.sites.site import site_of
 ANSWERS = ("logits", "out")
 # The base of torch's int8 layers, which only those who quantize import.
 _QUANTIZED = "WeightedQuantizedModule"
+# Where torch defines exported programs, and the class of their modules.
+_OF_EXPORT = ("torch.export.exported_program", "torch.export._unlift")
 # The sides of an input, by the number of its dimensions, if nothing states them.
 _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}
 
@@ -112,7 +114,8 @@ def require_module(model: object) -> nn.Module:
     """Return a network, or the one that a result holds as its `model`.
 
     Raises:
-        SourceError: The object is neither a network nor a result, or is TorchScript.
+        SourceError: The object is neither a network nor a result, or is TorchScript or an exported
+            program.
     """
     default_device = torch.get_default_device()
     if default_device.type != "cpu":
@@ -129,6 +132,13 @@ def require_module(model: object) -> nn.Module:
     if isinstance(model, torch.jit.ScriptModule):
         remedy = "Give the network that it was made from"
         raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)
+    # The module of a program has only one mode.
+    if any(base.__module__ in _OF_EXPORT for base in type(model).__mro__):
+        raise SourceError(
+            "the network is an exported program",
+            "its Python forward is gone",
+            "Give the network that it was made from, and export the result",
+        )
     if isinstance(model, nn.Module):
         return model
 

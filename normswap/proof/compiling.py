@@ -172,7 +172,7 @@ def first_compiled_layer_apart(
 
     torch._dynamo.reset()
     compiled.compile()
-    hooks = [module.register_forward_hook(keep) for module in compiled.modules()]
+    hooks = [module.register_forward_hook(keep) for module in nn.Module.modules(compiled)]
     with hooked(hooks), config.patch(fallback_random=True):
         running.run(compiled, example)
 
@@ -192,7 +192,10 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
     """
     model.train()
     generator = torch.Generator().manual_seed(0)
-    with torch.enable_grad(), seeded(*{parameter.device for parameter in model.parameters()}):
+    with (
+        torch.enable_grad(),
+        seeded(*{parameter.device for parameter in nn.Module.parameters(model)}),
+    ):
         returned = example.map(torch.clone).call(model)
         outputs = [output for _, output in named_tensors(returned) if output.is_floating_point()]
         # The loss is a fixed random combination of all numbers of the outputs.
@@ -203,7 +206,7 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
 
     return {
         name: parameter.grad
-        for name, parameter in model.named_parameters()
+        for name, parameter in nn.Module.named_parameters(model)
         if parameter.grad is not None
     }
 

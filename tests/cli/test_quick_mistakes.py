@@ -24,6 +24,8 @@ MISTAKES = (
     ("inspect models/mine", "models/mine does not exist"),
     ("convert demo", "nothing says what to convert to"),
     ("convert demo --to foldd", "Did you mean folded?"),
+    ("convert demo --to folded --for opacus --for federated", "--for opacus and --for federated"),
+    ("convert demo --to groupnorm --samples 9", "--samples without --calibrate"),
     ("convert gone.pth --to folded", "gone.pth does not exist"),
     ("convert demo --to groupnorm --calibrate nothere", "nothere does not exist"),
     ("export demo -o file.xyz", "'.xyz'"),

@@ -17,6 +17,7 @@ from support import needs
 from support.model_sources import ARGS, SMALL, State, origin, same, small, write_folder
 from torch import nn
 
+import normswap
 from normswap.errors import NormswapError, OptionError, SourceError, WeightsNote
 from normswap.models import network_input, zoo
 from normswap.models.zoo import create, hash_tensors, identify, open_source
@@ -105,6 +106,16 @@ def test_another_head_and_stem(folder: Path, state: State) -> None:
     assert record.pretrained_cfg["input_size"] == [1, 48, 48]
     assert len(zoo.data_config(model)["mean"]) == 1
     assert "label_names" not in record.pretrained_cfg
+
+
+def test_a_result_says_that_its_head_is_new(folder: Path) -> None:
+    model = open_source(str(folder), num_classes=4)
+    kept = open_source(str(folder))
+
+    done = normswap.convert(model, "folded", inputs=torch.randn(2, 3, 48, 48))
+
+    assert any(note.startswith("fc: new, random") for note in done.notes)
+    assert origin(kept).remarks == ()
 
 
 def test_safetensors_file(folder: Path, state: State) -> None:

@@ -298,8 +298,9 @@ def check_loaded(again: nn.Module, before: nn.Module, number: int) -> None:
 
 
 def check_exported(done: Conversion, draw: Draw, folder: Path) -> None:
-    """ONNX takes the result where it takes the source."""
-    args = draw.inputs if isinstance(draw.inputs, tuple) else (draw.inputs,)
+    """ONNX takes the result where it takes the source. A file takes one sample at a time."""
+    inputs = draw.inputs if isinstance(draw.inputs, tuple) else (draw.inputs,)
+    args = tuple(each[:1] for each in inputs)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -289,6 +289,46 @@ def test_adaptive_clipping_of_a_transposed_convolution_goes_by_its_outputs() -> 
     torch.testing.assert_close(conv.weight.grad[:, 2].norm(), bound)
 
 
+@pytest.mark.parametrize("share", [0, -1, 0.0, -0.01, math.nan, True])
+def test_adaptive_clipping_by_nothing_is_refused(share: float) -> None:
+    """A negative share would turn the gradients round; they stay as they were."""
+    linear = nn.Linear(4, 3)
+    linear.weight.grad = torch.ones(3, 4)
+    with pytest.raises(OptionError, match="share="):
+        normswap.adaptive_clip_(linear, share, head=nn.Identity())
+    assert torch.equal(linear.weight.grad, torch.ones(3, 4))
+
+
+def test_adaptive_clipping_returns_the_norms_from_before() -> None:
+    """One for each output, in the shape that broadcasts to the gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 2, 3), nn.Linear(6, 5))
+    parameters = [*model.parameters()][:4]
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+
+    norms = normswap.adaptive_clip_(model, 0.01, head=model[2])
+
+    assert [tuple(norm.shape) for norm in norms] == [(4, 1, 1, 1), (), (1, 2, 1, 1), ()]
+    for norm, whole, parameter in zip(norms, before, parameters, strict=True):
+        torch.testing.assert_close(torch.linalg.vector_norm(norm), whole)
+        assert parameter.grad is not None
+        assert parameter.grad.norm() < 0.5 * whole
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -1, math.nan, math.inf, True])
+def test_a_temperature_that_softens_nothing_is_refused(temperature: float) -> None:
+    scores = torch.randn(2, 3)
+    with pytest.raises(OptionError, match="temperature="):
+        normswap.teacher_loss(scores, scores, temperature)
+
+
+def test_scores_of_unequal_shapes_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"\(2, 3\), the teacher's have \(2, 4\)"):
+        normswap.teacher_loss(torch.randn(2, 3), torch.randn(2, 4))
+
+
 def distilled(part: Distill, model: nn.Module, teacher: nn.Module) -> Objective:
     return Objective(
         Recipe(summary="", distill=part), model, Teacher(copy.deepcopy(teacher), model)

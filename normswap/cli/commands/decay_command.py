@@ -35,6 +35,8 @@ def run(
         net = replace(opening, weights="random").open(model)
     else:
         net = opening.open(model)
+    from torch import nn
+
     from normswap.analysis.weight_decay import POLICIES, by_role, roles
 
     assignments = roles(net, policy if policy in POLICIES else policy.split(","))
@@ -43,7 +45,7 @@ def run(
         "policy": policy,
         "roles": by_role(net, assignments),
         "parameters": [asdict(assignment) for assignment in assignments],
-        "frozen": sum(not parameter.requires_grad for parameter in net.parameters()),
+        "frozen": sum(not parameter.requires_grad for parameter in nn.Module.parameters(net)),
     }
     words = opening.words(model)
     show(body, json, _print, "finetune", *words, "--recipe", "RECIPE", "--data", "IMAGES")

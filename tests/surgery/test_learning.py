@@ -1,0 +1,116 @@
+"""Which parameters learn after a conversion, where plain parameters are part of it.
+
+A layer of another package may take a norm into a parameter that stands beside the modules, or read
+such a parameter. The layer here does both.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from normswap import provenance
+from normswap.layers import planned_layer
+from normswap.layers.placeholders import Vacant
+from normswap.layers.planned_layer import PlannedLayer
+from normswap.plan import AbsorbMode, Absorption, Edit, Plan, Step
+from normswap.provenance import Provenance
+from normswap.surgery import applying, learning
+
+
+class Scaled(nn.Module):
+    """A norm, and a factor per channel behind it that is a plain parameter of the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+        self.factor = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+        self.empty = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.empty(self.norm(self.conv(x)) * self.factor)
+
+
+@pytest.fixture(autouse=True)
+def other_layers() -> Iterator[None]:
+    """Two layers of another package, known while a test runs."""
+
+    class IntoFactor(PlannedLayer):
+        """A plain parameter, times the gammas of the norms that it takes in."""
+
+        TENSORS = True
+
+        @classmethod
+        def replacing(cls, old: Any, *reads: Any, like: Tensor, takes: object = ()) -> nn.Parameter:
+            value = old.detach().clone()
+            for norm in reads:
+                value = value * norm.weight.detach().reshape(value.shape)
+            return nn.Parameter(value, requires_grad=old.requires_grad)
+
+    class OutOfFactor(PlannedLayer):
+        """A BatchNorm whose gamma is the parameter that it reads."""
+
+        @classmethod
+        def replacing(cls, old: nn.Module, *reads: Any, like: Tensor) -> nn.Module:
+            norm = nn.BatchNorm2d(4)
+            for scale in reads:
+                norm.weight.copy_(scale.gamma)
+            return norm
+
+    yield
+    for layer in (IntoFactor, OutOfFactor):
+        del planned_layer._BY_NAME[layer.__name__]
+
+
+def absorbed() -> Step:
+    """The step that takes the norm into the factor."""
+    edits = (
+        Edit("norm", Vacant.__name__),
+        Edit("factor", "IntoFactor", reads=("norm",), takes=(Absorption(AbsorbMode.AFTER),)),
+    )
+    return Step("folded", {}, edits)
+
+
+def with_step(model: nn.Module, step: Step) -> nn.Module:
+    """The network after a step, which knows the step."""
+    result = applying.apply_step(model, step)
+    return provenance.attach(result, Provenance(plan=Plan().then(step)))
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_plain_parameter_that_is_read_keeps_its_flag(learns: bool) -> None:
+    """The gamma that is made of it learns if it learned."""
+    source = Scaled()
+    source.factor.requires_grad_(learns)
+    back = Step("batchnorm", {}, (Edit("empty", "OutOfFactor", reads=("factor",)),))
+
+    norm = applying.apply_step(source, back).get_submodule("empty")
+
+    assert norm.get_parameter("weight").requires_grad is learns
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_norm_that_returns_learns_as_the_parameter_that_took_it_in(learns: bool) -> None:
+    """What stood at the norm's place has no parameter, and the rest of the network is otherwise."""
+    source = Scaled()
+    source.requires_grad_(not learns)
+    source.factor.requires_grad_(learns)
+    folded = with_step(source, absorbed())
+    back = Step("batchnorm", {}, (Edit("norm", "OutOfFactor"),))
+
+    returned = applying.apply_step(folded, back).get_submodule("norm")
+
+    flags = {name: parameter.requires_grad for name, parameter in returned.named_parameters()}
+    assert flags == {"weight": learns, "bias": learns}
+
+
+def test_a_plain_parameter_that_takes_in_a_norm_is_no_frozen_weight() -> None:
+    """The step places no module there, so there is nothing to say of one."""
+    source = Scaled()
+    step = absorbed()
+    result = applying.apply_step(source, step)
+
+    assert learning.notes(source, step.edits, applying.placed(result, step)) == []
