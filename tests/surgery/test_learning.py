@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import normswap
 from normswap import provenance
 from normswap.layers import planned_layer
 from normswap.layers.placeholders import Vacant
@@ -114,3 +115,74 @@ def test_a_plain_parameter_that_takes_in_a_norm_is_no_frozen_weight() -> None:
     result = applying.apply_step(source, step)
 
     assert learning.notes(source, step.edits, applying.placed(result, step)) == []
+
+
+class Pair(nn.Module):
+    """Two convolutions with a norm behind each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 1)
+        self.norm1 = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 4, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps: Tensor = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
+        return maps
+
+
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def flags(model: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+
+
+def test_a_frozen_weight_stays_frozen_and_the_note_names_the_gamma_in_it() -> None:
+    source = Pair().eval()
+    source.conv1.requires_grad_(False)
+
+    done = normswap.convert(source, "folded", inputs=IMAGES)
+
+    # The bias carries a beta that learned.
+    assert flags(done.model) == {
+        "conv1.weight": False,
+        "conv1.bias": True,
+        "conv2.weight": True,
+        "conv2.bias": True,
+    }
+    assert "the gammas of norm1 learned, and are part of frozen weights now" in done.notes
+
+
+def test_a_bias_that_carries_frozen_betas_is_frozen() -> None:
+    source = Pair().eval()
+    source.norm1.requires_grad_(False)
+    source.norm2.requires_grad_(False)
+
+    done = normswap.convert(source, "folded", inputs=IMAGES)
+
+    # The first convolution has a bias of its own, which learned.
+    assert flags(done.model) == {
+        "conv1.weight": True,
+        "conv1.bias": True,
+        "conv2.weight": True,
+        "conv2.bias": False,
+    }
+    assert not done.notes
+
+
+@pytest.mark.parametrize("scheme", ["folded", "affine", "tune", "weightnorm", "groupnorm", "dyt"])
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_stay(scheme: str, training: bool) -> None:
+    """A part that is in eval mode within a network that trains, or the reverse."""
+    source = Pair().train(training)
+    source.norm2.train(not training)
+    source.conv2.train(not training)
+
+    done = normswap.convert(source, scheme, inputs=IMAGES)
+
+    modes = {name: module.training for name, module in done.model.named_children()}
+    before = {name: module.training for name, module in source.named_children()}
+    assert modes == before
+    assert done.model.training is training

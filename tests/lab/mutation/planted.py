@@ -13,6 +13,7 @@ import argparse
 import functools
 import importlib
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -52,6 +53,9 @@ COMPARED = ("tests/proof/test_comparison.py",)
 WRITTEN = ("tests/storage/test_atomic_write.py",)
 STORED = ("tests/storage/test_checkpoint.py", "tests/storage/test_broken_records.py")
 WEIGHTS = ("tests/models/test_weight_files.py",)
+LAW = ("tests/surgery/test_odd_networks.py",)
+LEARNING = ("tests/surgery/test_learning.py",)
+STATE = ("tests/storage/test_layer_state.py",)
 
 
 @dataclass(frozen=True)
@@ -318,7 +322,81 @@ STORAGE = (
         (*WEIGHTS, "tests/models/test_zoo.py"),
     ),
 )
-ERRORS = (*ALGEBRA, *PROOF, *STORAGE)
+
+
+def without(attribute: str, value: object) -> Callable[[Function], Function]:
+    """The function loses what it notes on the tensors of a file, its second argument."""
+
+    def plant(function: Function) -> Function:
+        def wrong(model: object, state: object, *rest: object) -> None:
+            function(model, state, *rest)
+            setattr(state, attribute, value)
+
+        return wrong
+
+    return plant
+
+
+SURVIVING = (
+    Planted("what is placed learns", "surgery.learning:follow", NOTHING, LEARNING),
+    Planted("a bias carries no beta's flag", "surgery.learning:_beta_flags", answers(()), LEARNING),
+    Planted("any weight learns", "surgery.learning:_weight_learns", answers(True), LEARNING),
+    Planted("gammas stop unsaid", "surgery.learning:notes", answers([]), LEARNING),
+    Planted(
+        "the network decides for what has no parameters",
+        "surgery.learning:_elsewhere",
+        lambda f: lambda model, path: model,
+        LEARNING,
+    ),
+    Planted("modes are lost", "surgery.learning:_follow_modes", NOTHING, LEARNING),
+    Planted(
+        "what a scope leaves out takes part",
+        "graph.anatomy:Anatomy.takes_part",
+        answers(True),
+        LAW,
+    ),
+    Planted(
+        "a pattern names one module, and nothing inside",
+        "graph.anatomy:matches",
+        lambda f: lambda pattern, path: pattern == path,
+        LAW,
+    ),
+    Planted(
+        "a placed layer is in float32",
+        "surgery.applying:_like",
+        gives(lambda like: like if like.dtype == torch.float64 else like.float()),
+        LAW,
+    ),
+    Planted(
+        "a dtype is that of the network",
+        "storage.checkpoint:_take_dtypes",
+        lambda f: lambda model, state, unsaved: model.to(next(iter(state.values())).dtype),
+        LAW,
+    ),
+    Planted("dtypes of other buffers are lost", "storage.layer_state:_unsaved", answers({}), STATE),
+    Planted(
+        "versions of layers are lost",
+        "storage.layer_state:restore",
+        without("_metadata", None),
+        STATE,
+    ),
+    Planted("extra state is lost", "storage.layer_state:restore", without("extras", {}), STATE),
+    Planted(
+        "extra state is saved as it can be",
+        "storage.layer_state:_as_json",
+        lambda f: lambda name, value: json.dumps(value, default=str, skipkeys=True),
+        STATE,
+    ),
+    Planted("any tensor is saved", "storage.layer_state:_check_tensor", NOTHING, STATE),
+    Planted(
+        "a skeleton has values",
+        "storage.checkpoint:_with_values",
+        lambda f: lambda skeleton, state: skeleton,
+        STATE,
+    ),
+    Planted("a header may be changed", "storage.header:_check_digests", NOTHING, STORED),
+)
+ERRORS = (*ALGEBRA, *PROOF, *STORAGE, *SURVIVING)
 
 
 def function_of(where: str) -> tuple[Any, str, Any]:
