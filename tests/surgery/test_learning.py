@@ -32,7 +32,8 @@ class Scaled(nn.Module):
         self.empty = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.empty(self.norm(self.conv(x)) * self.factor)
+        maps: Tensor = self.empty(self.norm(self.conv(x)) * self.factor)
+        return maps
 
 
 @pytest.fixture(autouse=True)

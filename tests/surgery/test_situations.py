@@ -58,7 +58,8 @@ class GivesSpectra(Base):
     """Its output is complex."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.rfft2(self.norm(self.conv(x)))
+        spectra: Tensor = torch.fft.rfft2(self.norm(self.conv(x)))
+        return spectra
 
 
 class Domains(Base):
