@@ -19,7 +19,15 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from normswap import copying
-from normswap.errors import NewHeadNote, SourceError, WeightsNote, first_few, first_line, quiet
+from normswap.errors import (
+    NewHeadNote,
+    SourceError,
+    WeightsNote,
+    first_few,
+    first_line,
+    quiet,
+    spelled,
+)
 from normswap.models import safe_pickle
 from normswap.models.hub import Cfg
 from normswap.models.network_input import is_finite
@@ -599,8 +607,29 @@ def check_fit(
     if not any(misfits.values()):
         return
 
+    remedy = _remedy(misfits, state, bare, origin)
+    raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)
+
+
+def _remedy(
+    misfits: Mapping[str, Sequence[str]],
+    state: Mapping[str, Tensor],
+    bare: Mapping[str, Tensor],
+    origin: str,
+) -> str:
+    """Return what to do with a file whose tensors are not those of the bare network.
+
+    Args:
+        misfits: The names of the tensors that do not fit, by the kind of misfit.
+        state: The file's tensors.
+        bare: The tensors of the bare network.
+        origin: The name of the file.
+    """
     remedy = "Check the architecture, its arguments, the number of classes and prefixes of names"
-    if re.search(r"-\d+-of-\d+\.", origin):
+    classes = _classes_of(state, bare)
+    if classes and not (misfits["missing"] or misfits["unexpected"]):
+        remedy = f"`{spelled('num_classes', classes)}` gives the network such a head"
+    elif re.search(r"-\d+-of-\d+\.", origin):
         remedy = "It is one of several files: write the tensors of all of them into one"
     elif misfits["missing"] and not any(key.endswith("running_mean") for key in state):
         remedy = (
@@ -614,7 +643,26 @@ def check_fit(
                 " model.state_dict(), which has the running statistics, too; in Python,"
                 " load_state_dict(..., strict=False) and normswap.recalibrate measure them"
             )
-    raise SourceError(f"{origin} does not fit {name}", listed(misfits), remedy)
+    return remedy
+
+
+def _classes_of(state: Mapping[str, Tensor], bare: Mapping[str, Tensor]) -> int:
+    """Return the classes of a file whose tensors differ from the network's by that number alone.
+
+    Args:
+        state: The file's tensors.
+        bare: The tensors of the bare network.
+
+    Returns:
+        The number of classes. 0 if other shapes differ, too.
+    """
+    others = [key for key in bare if key in state and state[key].shape != bare[key].shape]
+    counts = {state[key].shape[0] for key in others if state[key].ndim}
+    layers = {key.rpartition(".")[0] for key in others}
+    is_head = len(layers) == 1 and all(
+        state[key].shape[1:] == bare[key].shape[1:] for key in others
+    )
+    return counts.pop() if is_head and len(counts) == 1 else 0
 
 
 def _has_its_gamma(missing: str, state: Mapping[str, Tensor]) -> bool:

@@ -144,6 +144,7 @@ MISTAKES = (
     (("recipes", "nope"), 1),
     (("inspect", "resnet5", "--weights", "random"), 3),
     (("inspect", "weights.pth"), 1),
+    (("inspect", "seven.pth", "--arch", "resnet18"), 1),
     (("export", "demo"), 1),
     (("export", MODEL, "-o", "file.xyz"), 0),
 )
@@ -191,6 +192,7 @@ def test_every_remedy_that_an_error_names_is_run(
     Path("odd_networks.py").write_text(ODD)
     monkeypatch.syspath_prepend(str(here))
     torch.save(timm.create_model("resnet18").state_dict(), "weights.pth")
+    torch.save(timm.create_model("resnet18", num_classes=7).state_dict(), "seven.pth")
     assert main(["convert", "demo", "--to", "folded", "-o", "taken"]) == 0
     capfd.readouterr()
     assert main(mistake) == 2
