@@ -113,7 +113,12 @@ class Absorption(_Record):
 
 @dataclass(frozen=True)
 class Then(_Record):
-    """One more layer at the same path, after the replacement."""
+    """One more layer at the same path, after the replacement.
+
+    Args:
+        layer: The name of the class in `normswap.layers` that builds the layer.
+        args: The keyword arguments for that class, as JSON has them.
+    """
 
     layer: str
     args: Body = field(default_factory=dict)

@@ -175,7 +175,8 @@ def _median_size(by_part: Tensor) -> tuple[float, float]:
 def roots_for_variances(case: Case) -> Iterator[Finding | str]:
     """Find standard deviations that are stored as variances.
 
-    Their squares are the variances that images show.
+    Their squares are the variances that images show. A text that is yielded, here and in the other
+    checks, is a question that stays open.
     """
     drifts = measured_drifts(case)
     if not drifts:
@@ -206,7 +207,7 @@ def roots_for_variances(case: Case) -> Iterator[Finding | str]:
 
 
 def drifted(case: Case) -> Iterator[Finding | str]:
-    """Find norms whose statistics are not those of the images.
+    """Find norms whose statistics are not those of the images, or yield an open question.
 
     Either the images are of another domain, or the statistics are of other weights.
     """
@@ -448,7 +449,14 @@ def contradicted(case: Case) -> Iterator[Finding | str]:
 
 
 def contradicts_weights(case: Case, site: StoredNorm) -> bool:
-    """Whether the running means of a norm are unlike the predicted ones, and far from them."""
+    """Whether a norm's running means contradict the means that the weights before it predict.
+
+    They do if both hardly correlate over the channels, and if the median channel is far off.
+
+    Args:
+        case: The network that is diagnosed.
+        site: The norm.
+    """
     likeness = case.likeness(site)
     if likeness is None or likeness >= _UNLIKE:
         return False

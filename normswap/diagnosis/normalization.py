@@ -90,7 +90,7 @@ def _joined(values: tuple[float, ...], digits: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _Trial:
+class _PreparationTrial:
     """A preparation to try on pixels.
 
     Args:
@@ -125,7 +125,7 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
         return
 
     # The trial that is nearest in all images.
-    best = _Trial(present, present.undo(images))
+    best = _PreparationTrial(present, present.undo(images))
     least = present_distances
     for trial in _trials(present, images):
         distances = _distances(case.model, trial.prepared)
@@ -219,7 +219,7 @@ def _entropies(model: nn.Module, images: ImageBatches) -> Tensor | None:
     return -(scores.softmax(1) * scores.log_softmax(1)).sum(1)
 
 
-def _trials(present: _Preparation, images: Tensor) -> Iterator[_Trial]:
+def _trials(present: _Preparation, images: Tensor) -> Iterator[_PreparationTrial]:
     """Yield the trials: first with the pixels that the stated preparation gives, then with others.
 
     Args:
@@ -229,10 +229,10 @@ def _trials(present: _Preparation, images: Tensor) -> Iterator[_Trial]:
     channels = images.shape[1]
     stated_pixels = present.undo(images)
     for preparation in _preparations(present, channels):
-        yield _Trial(preparation, stated_pixels)
+        yield _PreparationTrial(preparation, stated_pixels)
     for pixels, given_as in _as_pixels(images, present):
         for preparation in _preparations(present, channels, usual=False):
-            yield _Trial(preparation, pixels, given_as)
+            yield _PreparationTrial(preparation, pixels, given_as)
 
 
 def _as_pixels(images: Tensor, present: _Preparation) -> Iterator[tuple[Tensor, str]]:

@@ -98,10 +98,10 @@ def unused_and_broken(case: Case) -> Iterator[Remark]:
 
 
 def never_updated(case: Case) -> Iterator[Finding | str]:
-    """Find statistics of a new norm, mean 0 and variance 1.
+    """Find norms that still have the statistics of a new norm, mean 0 and variance 1.
 
-    A network that was trained in eval mode keeps these statistics and is right with them. Its
-    answers to images tell whether it was trained so.
+    A network that was trained in eval mode keeps these statistics and is right with them. If its
+    answers to images show that it was trained so, a sentence for the user is yielded, and no fault.
     """
     hit = [site for site in case.sites if site.starts_at_init]
     yield from _never_updated_in_part(case)
@@ -140,7 +140,10 @@ def never_updated(case: Case) -> Iterator[Finding | str]:
 
 
 def _never_updated_in_part(case: Case) -> Iterator[Finding | str]:
-    """Find norms with the statistics of a new norm in some of their channels."""
+    """Find norms with the statistics of a new norm in some of their channels.
+
+    As `never_updated`, it may yield a sentence that says why the statistics are right.
+    """
     counts = {site: int(site.at_init.sum()) for site in case.sites if not site.starts_at_init}
     hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
     if hit:

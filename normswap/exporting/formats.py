@@ -337,6 +337,10 @@ def _name_of(file: Path, name: str | None) -> str:
 def check(file: Path, settings: FileSettings) -> Format:
     """Return the format of `file`, after all checks that need no torch.
 
+    Args:
+        file: The path of the file to write.
+        settings: The settings of the file.
+
     Raises:
         OptionError: The format or dtype is not known, they do not go together, or a package is not
             installed.
@@ -349,6 +353,17 @@ def check(file: Path, settings: FileSettings) -> Format:
         )
 
     form = _named(_name_of(file, settings.format))
+    _check_precision(form, settings)
+    _check_paths(form, file, force=settings.force)
+
+    require_packages(form.name, form.needs, form.extra)
+    if settings.dtype == "int8":
+        require_packages(f"{form.name} in int8", form.quantizer_needs, form.quantizer_extra)
+    return form
+
+
+def _check_precision(form: Format, settings: FileSettings) -> None:
+    """Raise OptionError where a format has not the precision or the bits that are asked for."""
     if settings.dtype not in form.dtypes:
         able = ", ".join(other for other, row in _FORMATS.items() if settings.dtype in row.dtypes)
         remedy = f"Its files are {' or '.join(form.dtypes)}"
@@ -363,26 +378,33 @@ def check(file: Path, settings: FileSettings) -> Format:
         raise OptionError(
             f"weights of {settings.weight_bits} bits", f"{form.name} has them of {bits}"
         )
+
+
+def _check_paths(form: Format, file: Path, *, force: bool) -> None:
+    """Raise OutputError where the file, its part beside it or its sidecar cannot be written.
+
+    Args:
+        form: The format.
+        file: The path of the file to write.
+        force: Whether files that exist are replaced.
+    """
+    # Some formats' files are directories. Only such a directory may be replaced.
     package_of = kinds.FOLDERS.get(file.suffix.lower(), ())
-    atomic_write.check_writable(file, force=settings.force, package_of=package_of)
-    for extra in form.files(file)[1:]:
-        others = [
-            extra.with_suffix(row.ending)
-            for row in _FORMATS.values()
-            if row != form and row.part == extra.suffix
-        ]
-        if extra.is_file() and (owners := [other for other in others if other.is_file()]):
-            raise OutputError(
-                f"{extra} belongs to {owners[0]}", remedy=f"Give {file.name} another name"
-            )
+    atomic_write.check_writable(file, force=force, package_of=package_of)
 
-    for beside in (*form.files(file)[1:], sidecar_of(file)):
-        atomic_write.check_writable(beside, force=settings.force)
+    # Two formats may name their parts alike. A part whose own file stands beside it is not
+    # replaced, since that file would be left without its weights.
+    parts = form.files(file)[1:]
+    for part in parts:
+        for other in _FORMATS.values():
+            owner = part.with_suffix(other.ending)
+            if other != form and other.part == part.suffix and part.is_file() and owner.is_file():
+                raise OutputError(
+                    f"{part} belongs to {owner}", remedy=f"Give {file.name} another name"
+                )
 
-    require_packages(form.name, form.needs, form.extra)
-    if settings.dtype == "int8":
-        require_packages(f"{form.name} in int8", form.quantizer_needs, form.quantizer_extra)
-    return form
+    for beside in (*parts, sidecar_of(file)):
+        atomic_write.check_writable(beside, force=force)
 
 
 def sidecar_of(file: Path) -> Path:

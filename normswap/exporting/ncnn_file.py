@@ -69,16 +69,26 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
 
 
 def _named(text: str, signature: Signature) -> list[str]:
-    """Return the lines of a graph with the signature's names of inputs and outputs."""
+    """Return the lines of an ncnn graph, in which inputs and outputs have the signature's names.
+
+    After two lines, each line is a layer: its type, its name, the number of its inputs, the number
+    of its outputs, the names of all these values, and its settings.
+
+    Args:
+        text: The graph as pnnx wrote it, with inputs in0, in1 ... and outputs out0, out1 ...
+        signature: The names of inputs and outputs.
+    """
     names = {f"in{i}": name for i, name in enumerate(signature.inputs)}
     names |= {f"out{i}": name for i, name in enumerate(signature.outputs)}
-    magic, count, *layers = text.splitlines()
-    lines = [magic, count]
+    magic, counts, *layers = text.splitlines()
+    lines = [magic, counts]
 
     for layer in layers:
         words = layer.split()
-        blobs = slice(4, 4 + int(words[2]) + int(words[3]))
-        words[blobs] = [names.get(blob, blob) for blob in words[blobs]]
+        input_count = int(words[2])
+        output_count = int(words[3])
+        for position in range(4, 4 + input_count + output_count):
+            words[position] = names.get(words[position], words[position])
         lines.append(" ".join(words))
 
     return lines

@@ -29,11 +29,13 @@ from normswap.version import __version__
 _REMEDY = "Remove it, and what the file itself says holds; or export the network again"
 
 
-class _Strict(BaseModel):
+class _SidecarPart(BaseModel):
+    """Base of the sidecar's records: unknown keys and other types are refused."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class ImageInput(_Strict):
+class ImageInput(_SidecarPart):
     """The images that a file takes: size (C, H, W), and batch, None if any number is taken."""
 
     name: Word
@@ -45,7 +47,7 @@ class ImageInput(_Strict):
     range: tuple[float, float]
 
 
-class Resizing(_Strict):
+class Resizing(_SidecarPart):
     """How an image gets its size."""
 
     to: Annotated[list[Side], Field(min_length=2, max_length=2)]
@@ -54,7 +56,7 @@ class Resizing(_Strict):
     interpolation: Interpolation | None = None
 
 
-class Normalization(_Strict):
+class Normalization(_SidecarPart):
     """Mean and deviation of each channel, of pixels in 0..1."""
 
     mean: Means
@@ -67,7 +69,7 @@ class Normalization(_Strict):
         return self
 
 
-class Answer(_Strict):
+class Answer(_SidecarPart):
     """The file's answer, and what its numbers mean."""
 
     name: Word
@@ -75,7 +77,7 @@ class Answer(_Strict):
     labels: Names | None
 
 
-class NamedTensor(_Strict):
+class NamedTensor(_SidecarPart):
     """One of several inputs or outputs. The first side is None if any batch size is taken."""
 
     name: Word
@@ -104,7 +106,7 @@ class CheckedFigures(BaseModel):
         return self
 
 
-class SidecarOfImages(_Strict):
+class SidecarOfImages(_SidecarPart):
     """The sidecar of a file that takes images and gives one answer."""
 
     input: ImageInput
@@ -117,7 +119,7 @@ class SidecarOfImages(_Strict):
     quantization: Body | None = None
 
 
-class SidecarOfTensors(_Strict):
+class SidecarOfTensors(_SidecarPart):
     """The sidecar of a file that has more inputs or outputs, or other ones."""
 
     inputs: Annotated[list[NamedTensor], Field(min_length=1, max_length=1000)]
@@ -274,7 +276,12 @@ def _copy_inside(noted: Mapping[str, str]) -> Body:
 
 
 def _check(body: Body, origin: str) -> None:
-    """Raise SourceError, which names the key, if a record is no sidecar."""
+    """Raise SourceError, which names the key, if a record is no sidecar.
+
+    Args:
+        body: The record.
+        origin: The file that the record was read from, for the message.
+    """
     is_of_images = "input" in body
     try:
         reading.validated(_reader(is_of_images), json.dumps(body))

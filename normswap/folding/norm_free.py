@@ -25,12 +25,17 @@ from normswap.graph.tracing import constant, inputs, is_constant_mul
 
 
 def free(builder: PlanBuilder) -> None:
-    """Fold the scalars of every normalizer-free block of the network."""
+    """Fold the scalars of every normalizer-free block of the network.
+
+    These are the gammas of its activations and the factors of its blocks. A factor that cannot move
+    stays, and a note says why.
+    """
     traced = builder.traced
     for node in traced.nodes:
         module = traced.module(node)
         if not isinstance(module, GammaAct) or not builder.anatomy.takes_part(str(node.target)):
             continue
+        # If the module is called in several places, its one gamma cannot move into all of them.
         if module.gamma != 1 and len(traced.calls[id(module)]) == 1:
             with _or_note(builder, str(node.target)):
                 _move_forward(builder, node, module.gamma, f"{node.target}.gamma")

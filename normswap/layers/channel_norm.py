@@ -28,11 +28,11 @@ class ShiftedRMSNorm(nn.RMSNorm):
         """Map (..., C), or (N, C, ...) with dim=1, to the same shape."""
         # Core ML has no movedim, not even of a dimension to itself.
         if self.dim == -1:
-            return self._scaled(x)
-        return self._scaled(x.movedim(self.dim, -1)).movedim(-1, self.dim)
+            return self._normalized(x)
+        return self._normalized(x.movedim(self.dim, -1)).movedim(-1, self.dim)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        """Return the norm of x (..., C) over its last dimension."""
+    def _normalized(self, x: Tensor) -> Tensor:
+        """Return gamma x / sqrt(mean(x^2) + eps) + beta for x (..., C), over the last dimension."""
         y = F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         if self.bias is not None:
             y = y + self.bias

@@ -2,7 +2,7 @@
 
 These are weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et
 al. 2021, arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode
-(`TunedConv2d`) and Fixup's scalar input bias (`ShiftedConv2d` ...). Their weight depends on
+(`TunedConv2d`) and Fixup's scalar input bias (`InputBiasedConv2d` ...). Their weight depends on
 parameters alone: in eval mode it is a constant, which can be stored instead ("baked").
 """
 
@@ -129,38 +129,38 @@ class InputBiased(OwnLayer):
     def of(layer: Linearity) -> nn.Module:
         """Change the class of a layer in place, so that it shifts its input, at first by 0."""
         shifted: nn.Module = layer
-        shifted.__class__ = SHIFTED[type(layer)]
+        shifted.__class__ = INPUT_BIASED[type(layer)]
         shifted.register_parameter("in_bias", nn.Parameter(torch.zeros(1).to(layer.weight)))
         return shifted
 
 
-class ShiftedConv1d(InputBiased, nn.Conv1d):
+class InputBiasedConv1d(InputBiased, nn.Conv1d):
     """Conv1d with a scalar input bias."""
 
 
-class ShiftedConv2d(InputBiased, nn.Conv2d):
+class InputBiasedConv2d(InputBiased, nn.Conv2d):
     """Conv2d with a scalar input bias."""
 
 
-class ShiftedConv3d(InputBiased, nn.Conv3d):
+class InputBiasedConv3d(InputBiased, nn.Conv3d):
     """Conv3d with a scalar input bias."""
 
 
-class ShiftedConv2dSame(InputBiased, timm_layers.Conv2dSame):
+class InputBiasedConv2dSame(InputBiased, timm_layers.Conv2dSame):
     """Conv2dSame with a scalar input bias."""
 
 
-class ShiftedLinear(InputBiased, nn.Linear):
+class InputBiasedLinear(InputBiased, nn.Linear):
     """Linear with a scalar input bias."""
 
 
-SHIFTED: dict[type[Linearity], type[InputBiased]] = {
-    nn.Conv1d: ShiftedConv1d,
-    nn.Conv2d: ShiftedConv2d,
-    nn.Conv3d: ShiftedConv3d,
-    timm_layers.Conv2dSame: ShiftedConv2dSame,
-    nn.Linear: ShiftedLinear,
-    timm_layers.Linear: ShiftedLinear,
+INPUT_BIASED: dict[type[Linearity], type[InputBiased]] = {
+    nn.Conv1d: InputBiasedConv1d,
+    nn.Conv2d: InputBiasedConv2d,
+    nn.Conv3d: InputBiasedConv3d,
+    timm_layers.Conv2dSame: InputBiasedConv2dSame,
+    nn.Linear: InputBiasedLinear,
+    timm_layers.Linear: InputBiasedLinear,
 }
 _KNOWN_PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._SpectralNorm, Gain)
 
@@ -237,7 +237,7 @@ def plain_class(module: Linearity) -> type[Linearity]:
     if parametrize.is_parametrized(module):
         return cast(type[Linearity], parametrize.type_before_parametrizations(module))
     if isinstance(module, InputBiased):
-        return next(kind for kind, shifted in SHIFTED.items() if type(module) is shifted)
+        return next(kind for kind, shifted in INPUT_BIASED.items() if type(module) is shifted)
     if isinstance(module, TunedConv2d):
         return nn.Conv2d
     if getattr(module, "same_pad", False):

@@ -50,11 +50,11 @@ class Other(Standardized, _ConvNd):
 
 
 class ScaledStdConv1d(Other, nn.Conv1d):
-    """timm's `ScaledStdConv2d` in 1-D."""
+    """What timm's `ScaledStdConv2d` is, in 1-D. timm has no such class."""
 
 
 class ScaledStdConv3d(Other, nn.Conv3d):
-    """timm's `ScaledStdConv2d` in 3-D."""
+    """What timm's `ScaledStdConv2d` is, in 3-D. timm has no such class."""
 
 
 OTHERS: dict[type, type[Other]] = {nn.Conv1d: ScaledStdConv1d, nn.Conv3d: ScaledStdConv3d}

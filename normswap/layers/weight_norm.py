@@ -29,7 +29,7 @@ class WeightNorm(PlannedLayer):
     def replacing(
         cls, old: Linearity, *reads: nn.Module, like: Tensor, **fold_options: Unpack[FoldOptions]
     ) -> nn.Module:
-        """Return the folded layer (`folded`) with a weight norm that computes the same weight."""
+        """Return a copy that has absorbed its neighbours, with a weight norm of its weight."""
         new = folded(old, reads, like=like, **fold_options)
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
@@ -55,7 +55,7 @@ class SpectralNorm(PlannedLayer):
     def replacing(
         cls, old: Linearity, *reads: nn.Module, like: Tensor, **fold_options: Unpack[FoldOptions]
     ) -> nn.Module:
-        """Return the folded layer (`folded`) with a spectral norm that computes the same weight."""
+        """Return a copy that has absorbed its neighbours, with a spectral norm of its weight."""
         new = folded(old, reads, like=like, **fold_options)
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()

@@ -64,7 +64,9 @@ _OF_TIMM_ALONE = frozenset(
 )
 
 
-class _Strict(BaseModel):
+class _OwnRecord(BaseModel):
+    """Base of records in which unknown keys and other types are refused."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
@@ -74,7 +76,7 @@ class _OfOthers(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
 
-class ImageRecord(_Strict):
+class ImageRecord(_OwnRecord):
     """timm's record of images and classes: what a network wants, and what its outputs mean."""
 
     input_size: Shape | None = None

@@ -191,6 +191,7 @@ class Distance:
             size: The size of the input.
         """
         error = Error(site, precision, tuple(size), self.relative_l2, self.largest)
+        # The distance of labels is the share of entries that differ.
         if self.are_labels and self.is_comparable:
             return replace(error, agreement=1.0 - self.relative_l2)
         return error

@@ -48,19 +48,20 @@ def first_layer_apart(
     allowed: float,
     jump: float = 0.0,
 ) -> Departure | None:
-    """Return the first layer whose output is not among the values of a result, or None.
+    """Return the first layer whose output the result computes differently, or None.
 
-    If the result has a value near an operation's output, the network goes on with the result's
-    value. So each operation is measured alone. A runtime may fuse a layer away. Such a layer counts
-    as right if the layer that reads it is right.
+    The network's operations run one by one. If one of `values` is near an operation's output, the
+    network goes on with that value, so that each operation is measured without the errors of the
+    operations before it. A runtime may fuse a layer away. Such a layer counts as right if the layer
+    that reads it is right.
 
     Args:
-        network: The network, a copy that may be written to.
+        network: The source, in a copy that may be written to.
         example: The input.
-        values: All values that a file or a result computes from the same input.
+        values: All values that the result, a file or a network, computes from the same input.
         allowed: The relative L2 distance that an operation may be off by.
-        jump: An operation may also be off by this factor times the median of the other operations
-            of its kind.
+        jump: An operation may also be off by this factor times the median distance of the other
+            operations of its kind.
     """
     traced = recording.record_once(network, example)
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]

@@ -72,7 +72,7 @@ def _shift_layers(builder: PlanBuilder) -> None:
             builder.notes.append(f"{path} gets no bias before it: {why}")
             continue
 
-        if kind not in reparametrized.SHIFTED and not isinstance(
+        if kind not in reparametrized.INPUT_BIASED and not isinstance(
             modules[path], reparametrized.InputBiased
         ):
             builder.notes.append(f"{path} gets no bias before it: it is a {kind.__name__}")

@@ -41,12 +41,7 @@ LARGEST = 2.0**15
 
 
 def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
-    """Fold the network, and give each block the factors a and b of a rule.
-
-    Args:
-        anatomy: The recorded network.
-        rule: The name of the rule, a key of `RULES`.
-    """
+    """Plan the folded network with blocks y = a x + b f(x), with a rule's factors a and b."""
     check_blocks(anatomy)
 
     depth = len(anatomy.blocks)

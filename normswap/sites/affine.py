@@ -137,7 +137,11 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def _has_unknown_forward(norm: nn.Module) -> bool:
-    """Whether the forward of a BatchNorm is neither known nor measured to compute one."""
+    """Whether nothing shows that a BatchNorm's forward computes what a BatchNorm computes.
+
+    It is shown by the norm's class, if the class is known, or by a trial run, if no method of the
+    instance replaces the forward.
+    """
     if known_norms.is_believed(norm):
         return False
     return "forward" in vars(norm) or known_norms.measured_eps(norm) is None

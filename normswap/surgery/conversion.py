@@ -345,7 +345,8 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
         before.append(target.scheme.starts_from)
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
 
-    # Where there never were norms, measured ones take the target's place.
+    # Only the target `batchnorm` has the option `where`. `norms` means: where norms stand or stood.
+    # With any other value, norms with measured statistics are placed, in place of the target's.
     where = target.options.get("where", "norms")
     never_had_norms = not (has_norms or has_lost_norms)
     if where == "norms" and to == "batchnorm" and measured and never_had_norms:

@@ -107,7 +107,12 @@ def _adapters(replacing: Callable[..., object]) -> dict[str, TypeAdapter[Any]]:
 
 
 def _adapter(hint: Any, config: ConfigDict) -> TypeAdapter[Any]:
-    """Return the check of values of a type."""
+    """Return pydantic's check that a value has a given type.
+
+    Args:
+        hint: The type, as an annotation states it.
+        config: Whether the check is strict, for a type that does not state this itself.
+    """
     # A record states its own configuration, and is strict by that alone.
     if typing_extensions.is_typeddict(hint):
         return TypeAdapter(hint)

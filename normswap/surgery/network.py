@@ -45,7 +45,7 @@ class HasModel(Protocol):
     def model(self) -> nn.Module: ...
 
 
-class _Calls:
+class _CallsOfBatches:
     """Batches, a function that returns them, or a single batch, as calls of a network.
 
     Args:
@@ -127,7 +127,7 @@ class Network:
             return
         # Batches that cannot be read are named where they are used.
         with suppress(NormswapError):
-            for call in _Calls(self.calibrate, calling.form(self.module)):
+            for call in _CallsOfBatches(self.calibrate, calling.form(self.module)):
                 of_images = call.only_images and not call.listed and call.images.is_floating_point()
                 if of_images:
                     object.__setattr__(self, "size", call.size)
@@ -372,7 +372,7 @@ def calls_of(images: Batches, network: Network) -> Iterable[Example]:
         images: Batches, a function that returns them, or a single batch.
         network: The network that the calls are for.
     """
-    calls = _Calls(images, network.form)
+    calls = _CallsOfBatches(images, network.form)
     if isinstance(calls.batches, Iterator):
         return iter(calls)
     return calls

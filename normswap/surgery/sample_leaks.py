@@ -65,7 +65,7 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
             network does not run in training mode, so that nothing is proved.
     """
     # Samples stay apart, and nothing but parameters changes.
-    trial = _Trial.of(network, result, purpose)
+    trial = _LeakTrial.of(network, result, purpose)
     findings = {**trial.changed_state(), **trial.mixed_samples()}
     remedy = ""
     if findings:
@@ -126,7 +126,7 @@ class _Operation:
 
 
 @dataclass(frozen=True)
-class _Calls:
+class _TrainingPair:
     """The batches of a trial: one to train on, and one for the forward that follows.
 
     Args:
@@ -137,16 +137,18 @@ class _Calls:
     call: Example
     later: Example
 
-    def changed(self, rows: Tensor) -> _Calls:
+    def changed(self, rows: Tensor) -> _TrainingPair:
         """Return the batches with other values in some samples.
 
         Args:
             rows: Which samples are changed: a bool for each, (N,).
         """
-        return _Calls(with_other_values(self.call, rows), with_other_values(self.later, rows))
+        return _TrainingPair(
+            with_other_values(self.call, rows), with_other_values(self.later, rows)
+        )
 
 
-class _Trial:
+class _LeakTrial:
     """Steps of training on batches that have some samples in common.
 
     Args:
@@ -160,13 +162,13 @@ class _Trial:
         self.model = model
         self.count = call.count
         self.rounding = rounding
-        self.calls = _Calls(call, with_rows(call, rows.roll(1)))
+        self.calls = _TrainingPair(call, with_rows(call, rows.roll(1)))
         self.others_changed = self.calls.changed(rows != KEPT)
         self.kept_changed = self.calls.changed(rows == KEPT)
         self.all_changed = self.calls.changed(rows >= 0)
 
     @classmethod
-    def of(cls, network: Network, result: nn.Module, purpose: str) -> _Trial:
+    def of(cls, network: Network, result: nn.Module, purpose: str) -> _LeakTrial:
         """Return a trial of a copy of the result on the first batch that it runs on.
 
         Args:
@@ -191,7 +193,7 @@ class _Trial:
     @classmethod
     def _that_runs(
         cls, network: Network, result: nn.Module, unproved: str, *, spread: bool
-    ) -> _Trial:
+    ) -> _LeakTrial:
         """Return a trial on the first batch that the copy runs on, finite or not.
 
         Args:
@@ -494,7 +496,7 @@ def _spread_parameters(model: nn.Module) -> None:
         parameter.copy_(torch.where(parameter == 0, noise, parameter * (1 + noise)))
 
 
-def _step(model: nn.Module, calls: _Calls) -> _Step:
+def _step(model: nn.Module, calls: _TrainingPair) -> _Step:
     """Train a fresh copy for a step, forward and backward, then run the later batch.
 
     Args:
@@ -553,7 +555,7 @@ def _gradients(loss: Tensor, leaves: Example) -> Example:
 
 
 def _watched(
-    model: nn.Module, calls: _Calls, *, later: bool
+    model: nn.Module, calls: _TrainingPair, *, later: bool
 ) -> tuple[list[_Operation], dict[str, Tensor]]:
     """Return every operation of a forward in training mode, in order, and the outputs.
 

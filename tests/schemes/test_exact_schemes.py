@@ -182,7 +182,7 @@ def test_a_trained_input_bias_before_padding_stays() -> None:
                 module.in_bias.fill_(0.1)
     folded = to(result, "folded")
     assert distance(run(result, x), run(folded, x)) <= 1e-12
-    assert isinstance(folded.layer2[0].conv2, reparametrized.ShiftedConv2d)
+    assert isinstance(folded.layer2[0].conv2, reparametrized.InputBiasedConv2d)
     assert not isinstance(folded.layer2[0].conv1, reparametrized.InputBiased)
     for scheme in ("weightnorm", "tune", "skipinit", "fixup", "batchnorm"):
         assert distance(run(result, x), run(to(result, scheme), x)) <= 1e-12

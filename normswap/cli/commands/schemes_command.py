@@ -34,7 +34,7 @@ def run(
 
 
 def _card(name: str) -> Body:
-    """Return the record of a scheme."""
+    """Return the record that --json prints of a scheme, or of `unfold`."""
     if name == "unfold":
         return {
             "name": name,
@@ -47,14 +47,16 @@ def _card(name: str) -> Body:
 
     scheme = schemes.get(name)
     options = scheme.defaults
-    # An option that may have any value leaves the scheme exact with a value that is no default.
-    only = [option for option in options if not scheme.is_exact({**options, option: "another"})]
+    # With such an option at another value than its default, the scheme is no longer exact.
+    must_keep_default = [
+        option for option in options if not scheme.is_exact({**options, option: "another"})
+    ]
     return {
         "name": name,
         "summary": scheme.summary,
         "paper": scheme.paper,
         "options": options,
-        "exact_only_with": only,
+        "exact_only_with": must_keep_default,
         "exact": scheme.is_exact(scheme.defaults),
     }
 

@@ -265,6 +265,7 @@ def _of_file(
 
 
 def _print(body: Body) -> None:
+    """Print which networks were compared, how far apart they are, and the conclusion."""
     compared = (("compared", body["directory"]), ("against", body["against"]))
     figures = body.get("figures")
     if figures:
