@@ -186,14 +186,24 @@ def _deepcopied(value: object, memo: Memo) -> bool:
 
 
 def _share_parameter(tensor: Tensor, memo: Memo) -> Tensor:
-    """Return a parameter itself, or the copy of a buffer."""
+    """Return a parameter itself, or the copy of a buffer.
+
+    Args:
+        tensor: The parameter or buffer.
+        memo: Not used. `_clone_tensor` takes the same arguments.
+    """
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().clone()
 
 
 def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
-    """Return the copy of a parameter or buffer, without its autograd history."""
+    """Return the copy of a parameter or buffer, without its autograd history.
+
+    Args:
+        tensor: The parameter or buffer.
+        memo: The copies so far, by the original's identity, as `copy.deepcopy` keeps them.
+    """
     # An expanded tensor has one number in several places, and could not be written to.
     is_expanded = tensor.layout is torch.strided and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -214,7 +224,13 @@ def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
 
 
 def _copied_entries(table: dict[Any, Any], memo: Memo, whole: bool) -> dict[Any, Any]:
-    """Return the copies of the entries of a dict, in their order."""
+    """Return the copies of the entries of a dict, in their order.
+
+    Args:
+        table: The dict.
+        memo: The copies so far, by the original's identity.
+        whole: Whether tensors that are neither parameters nor buffers are copied too.
+    """
     entries = {}
     # Most of the time goes here, so that a call is saved where an entry never changes.
     for key, value in table.items():
@@ -227,7 +243,13 @@ def _copied_entries(table: dict[Any, Any], memo: Memo, whole: bool) -> dict[Any,
 
 
 def _copied(value: Any, memo: Memo, whole: bool) -> Any:
-    """Return the copy of an attribute's value, whatever it is."""
+    """Return the copy of an attribute's value, whatever it is.
+
+    Args:
+        value: The value.
+        memo: The copies so far, by the original's identity.
+        whole: Whether a tensor is copied too. Otherwise it is shared.
+    """
     kind = type(value)
     if kind in _ATOMS:
         return value

@@ -211,7 +211,14 @@ def elsewhere(
 def _candidates(
     model: nn.Module, batch_size: int, *, private: bool, deploy: bool
 ) -> Iterator[_Candidate]:
-    """Yield the targets that suit the purpose, the best first."""
+    """Yield the targets that suit the purpose, the best first.
+
+    Args:
+        model: The network.
+        batch_size: The number of images that a device trains on at once.
+        private: Whether the network will be trained privately, with gradients per sample.
+        deploy: Whether the network is not trained, but only run.
+    """
     if deploy:
         yield _Candidate(
             "folded", "inference: nothing is left to normalize, and the function is kept"

@@ -183,7 +183,11 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 def _averages(moments: ChannelMoments) -> tuple[float, float]:
-    """Return the average channel squared mean and the average channel variance."""
+    """Return the mean of channels' squared means, and the mean of channels' variances.
+
+    Args:
+        moments: The moments of each channel of a block's output.
+    """
     mean_sq = moments.mean.square().mean()
     variance = (moments.square / moments.count).mean()
     return float(mean_sq), float(variance)

@@ -135,7 +135,12 @@ def roles(
 
 
 def _decays(role: str, policy: Policy) -> bool:
-    """Whether a role decays under `all`, `weights-only` or a list of roles."""
+    """Whether weight decay applies to the parameters of a role.
+
+    Args:
+        role: What the parameter is to its layer, such as `weight` or `bias`.
+        policy: `all`, `weights-only` or a list of roles.
+    """
     if policy == "all":
         return True
     if policy == "weights-only":
@@ -154,7 +159,12 @@ def _decaying_by_timm(model: nn.Module) -> set[int]:
 
 
 def by_role(model: nn.Module, assignments: Iterable[Assignment]) -> list[Body]:
-    """Return, for each role, how many tensors and values have it, and whether they decay."""
+    """Return, for each role, how many tensors and values have it, and whether they decay.
+
+    Args:
+        model: The network.
+        assignments: The decision for each parameter.
+    """
     sizes: dict[tuple[str, bool, str], list[int]] = {}
     for assignment in assignments:
         key = (assignment.role, assignment.decay, assignment.reason)
@@ -231,7 +241,12 @@ def param_groups(
 
 
 def _layer_scales(model: nn.Module, layer_decay: float) -> dict[int, float]:
-    """Return timm's scale of the learning rate of each parameter, by the parameter's identity."""
+    """Return timm's scale of the learning rate of each parameter, by the parameter's identity.
+
+    Args:
+        model: The network.
+        layer_decay: The factor from each layer to the one before it.
+    """
     scales: dict[int, float] = {}
     for group in param_groups_layer_decay(model, layer_decay=layer_decay):
         for parameter in group["params"]:

@@ -58,7 +58,13 @@ class Moments:
 
     @classmethod
     def like(cls, x: Tensor, y: Tensor, *, biased: bool = True) -> Moments:
-        """Return empty moments, about the means of a first batch that `add` has yet to add."""
+        """Return empty moments, about the means of a first batch that `add` has yet to add.
+
+        Args:
+            x: The inputs of the first batch, (G, rows, f).
+            y: The targets of the first batch, (G, rows, o).
+            biased: Whether the map that is fitted has a bias.
+        """
         x0, y0 = (rows.mean([*range(1, rows.ndim - 1)], dtype=torch.float64) for rows in (x, y))
         groups, fan = x0.shape
         out = y0.shape[1]
@@ -287,6 +293,11 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
 
     Weights are fitted on the first half, with growing ridges. The search ends at the first ridge
     that does not lower the error on the second half.
+
+    Args:
+        halves: The moments of the first and the second half of the images.
+        prior: The weight (G, o, f) that a large ridge pulls to.
+        zero_sum: The vector u (G, f) for which V u = 0 must hold. None asks for nothing.
     """
     fitted, other = halves
     if min(fitted.count, other.count) < 2:
@@ -327,6 +338,11 @@ def _bias(weight: Tensor, moments: Moments, target_mean: Tensor) -> Tensor:
     """Return the bias (G, o) that makes the mean output the mean target.
 
     A map without a bias gets 0.
+
+    Args:
+        weight: The weight (G, o, f) of the map.
+        moments: The moments of inputs and outputs.
+        target_mean: The mean target, (G, o).
     """
     bias = target_mean - (weight @ moments.means()[0][:, :, None])[..., 0]
     if moments.biased:

@@ -149,7 +149,12 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
-    """Raise RefusedError if the recorded nodes compute something else than the network."""
+    """Raise RefusedError if the recorded nodes compute something else than the network.
+
+    Args:
+        interpreter: The network that is run node by node.
+        example: The call on which both are compared.
+    """
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
     outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
 
@@ -174,7 +179,12 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
 
 
 def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
-    """Return the moments of a layer's output in each reference and, last, in the network."""
+    """Return the moments of a layer's output in each reference and, last, in the network.
+
+    Args:
+        lockstep: The references and the network, run side by side.
+        place: The layer, with its node in each of them.
+    """
     moments = [ChannelMoments.none(len(place.layer.weight)) for _ in place.nodes]
     for batch in lockstep.run_to([*place.nodes]):
         for interpreter, values, node, each in zip(

@@ -111,6 +111,11 @@ def draw(places: int, count: int, generator: torch.Generator) -> Tensor:
     """Return the indices of at most `count` of `places` positions, drawn at random.
 
     All indices are returned, in order, where there are no more than `count`.
+
+    Args:
+        places: The number of positions.
+        count: The largest number of indices.
+        generator: The source of the random numbers.
     """
     if places <= count:
         return torch.arange(places)

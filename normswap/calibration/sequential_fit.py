@@ -139,6 +139,10 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
     Layers behind a detector's choice of boxes are left out: each network chooses its own boxes, so
     their rows do not match.
 
+    Args:
+        theirs: The recorded forward of the source.
+        ours: The recorded forward of the result.
+
     Returns:
         For each layer its node in the source, its node in the result, its path and the module.
     """
@@ -355,6 +359,11 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
     """Set gamma and beta of a norm, per channel, by a least-squares line.
 
     The line maps the normalized input in the result to the output of the source's layer.
+
+    Args:
+        module: The norm of the result.
+        source: The layer at the same path of the source.
+        place: Where the norm stands in both, with the batches of both.
     """
     s, t = site_of(source).scale_and_shift
     generator = torch.Generator().manual_seed(place.seed)

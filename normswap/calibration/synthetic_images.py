@@ -177,7 +177,13 @@ def coloured(noise: Tensor) -> Tensor:
 
 
 def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Return `count` images of noise with the spectrum of natural images and unit variance."""
+    """Return `count` images of noise with the spectrum of natural images and unit variance.
+
+    Args:
+        count: The number of images.
+        size: The size of an image, (C, H, W).
+        seed: The seed of the random numbers.
+    """
     images = coloured(torch.randn(count, *size, generator=torch.Generator().manual_seed(seed)))
     return images / images.std()
 
@@ -186,6 +192,11 @@ def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
     """Return `count` images of dead leaves with unit variance.
 
     Contrast, colours and a grain of noise are drawn for each image.
+
+    Args:
+        count: The number of images.
+        size: The size of an image, (C, H, W).
+        seed: The seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     channels, *sides = size

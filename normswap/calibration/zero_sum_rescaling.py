@@ -182,7 +182,13 @@ def factors(losses: list[Loss], count: int) -> Tensor:
 
 @torch.no_grad()
 def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> list[Loss]:
-    """Run a network on some calls, and return the loss of each of its layers."""
+    """Run a network on some calls, and return the loss of each of its layers.
+
+    Args:
+        model: The network.
+        layers: The convolutions, each with the channels that it reads.
+        examples: The calls.
+    """
     moments = {reach.path: _Moments() for reach in layers}
     handles = (
         model.get_submodule(path).register_forward_hook(each.look) for path, each in moments.items()

@@ -110,6 +110,10 @@ def _record_first(
 ) -> tuple[Traced, Example, list[Example]]:
     """Record the network on the first example that runs.
 
+    Args:
+        model: The network.
+        inputs: The user's inputs. None stands for noise of the sizes that the network may take.
+
     Returns:
         The record, its example, and examples of other sizes for a second record.
 
@@ -156,6 +160,10 @@ def _record_given(
     model: nn.Module, inputs: calling.Inputs
 ) -> tuple[Traced, Example, list[Example]]:
     """Record the network on the user's first batch.
+
+    Args:
+        model: The network.
+        inputs: The user's inputs: a batch, or several.
 
     Returns:
         The record, its example, and examples of other sizes for a second record.
@@ -229,6 +237,11 @@ def _follow_batches(model: nn.Module, main: Traced, inputs: calling.Inputs) -> N
 
     A batch may take another path because of an argument that is no tensor, or because of values
     that the forward reads.
+
+    Args:
+        model: The network.
+        main: The first record, to which the others are added.
+        inputs: The user's inputs. With None there is nothing to follow.
     """
     if inputs is None:
         return
@@ -255,6 +268,11 @@ def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterato
 
     This is so if forward has arguments that kept their defaults, or that are no tensors, or if it
     branches on values.
+
+    Args:
+        model: The network.
+        main: The record, with all its alternatives.
+        example: The call that was recorded.
     """
     uncalled = [site.path for site in main.sites if site.is_norm and not site.called]
     if not uncalled:
@@ -297,7 +315,13 @@ def _at_other_size(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
-    """Raise TraceError if a tensor of unknown origin differs on another input of the same size."""
+    """Raise TraceError if a tensor of unknown origin differs on another input of the same size.
+
+    Args:
+        model: The network.
+        first: The record that is checked.
+        example: The call that it was made from.
+    """
     second = record_once(model, example.map_floats(lambda tensor: 0.9 * tensor.flip(-1)))
     for name, path in first.untracked.items():
         before = first.constants[name]

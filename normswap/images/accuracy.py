@@ -105,7 +105,12 @@ def classify(
 
 
 def agreement(answers: Tensor, others: Tensor) -> float:
-    """Return the share of images with the same answer."""
+    """Return the share of images to which two networks give the same answer.
+
+    Args:
+        answers: The classes (N,) that one network gives.
+        others: The classes (N,) that the other network gives.
+    """
     return float((answers == others).double().mean())
 
 
@@ -123,6 +128,10 @@ def _logits(model: nn.Module, example: Example) -> Tensor:
 
 def _scores_of_batch(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the counts of images right by top-1 and top-5, and the summed cross-entropy, (3,).
+
+    Args:
+        logits: The scores (N, classes).
+        labels: The numbers (N,) of the right classes.
 
     Raises:
         SourceError: A label is no class of the network.

@@ -21,6 +21,9 @@ def find(place: Path) -> list[Path]:
     """Return the files of arrays in a folder, sorted by name, or the file itself if it is one.
 
     The list is empty if there is none.
+
+    Args:
+        place: The path of a folder or file.
     """
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     return [

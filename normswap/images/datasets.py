@@ -91,7 +91,11 @@ class Loader:
         return len(self.batches)
 
     def only(self, rows: Sequence[int]) -> Loader:
-        """Return a loader of these images alone. No other image is read."""
+        """Return a loader of these images alone. No other image is read.
+
+        Args:
+            rows: The numbers of the images.
+        """
         all_batches = self.batches
         batches = _batches(
             Subset(all_batches.dataset, rows),
@@ -330,6 +334,9 @@ def _check_place(place: Path) -> None:
 
     A folder is listed with everything behind its links. A link to a folder above it would have no
     end. Thirty folders, each with two links to the next folder, would show a billion folders.
+
+    Args:
+        place: The path of the images: a folder or a tar.
     """
     if place.is_file():
         return
@@ -512,7 +519,12 @@ def _formats() -> tuple[str, ...]:
 
 
 def _check_regular(reader: Any, index: int) -> None:
-    """Raise ValueError where an image of a folder is a pipe or a device, which may have no end."""
+    """Raise ValueError where an image of a folder is a pipe or a device, which may have no end.
+
+    Args:
+        reader: timm's reader of the folder.
+        index: The number of the image.
+    """
     samples = getattr(reader, "samples", None)
     if samples is None:
         return
@@ -540,6 +552,10 @@ def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
     """Return the bytes of an image in a tar, and its label.
 
     The tar is opened anew, because worker processes would share the position in timm's open file.
+
+    Args:
+        reader: timm's reader of the tar.
+        index: The number of the image.
     """
     member, _, inside = reader.samples[index]
     start = member.offset_data + getattr(inside, "offset_data", 0)
@@ -706,7 +722,13 @@ def label_map(
 def _without_meaning(
     labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool
 ) -> tuple[dict[int, int], str]:
-    """Give every label the output -1.
+    """Give every label the output -1, and say why accuracy is not known.
+
+    Args:
+        labels: The number of each label, by its name.
+        outputs: What the outputs of the network mean.
+        origin: The images' path, for messages.
+        needed: Whether the images must have labels.
 
     Raises:
         SourceError: Labels are needed.

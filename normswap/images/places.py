@@ -27,7 +27,11 @@ def check(data: str) -> None:
 
 
 def missing(data: str) -> SourceError:
-    """Return the error about images that do not exist."""
+    """Return the error about images that do not exist.
+
+    Args:
+        data: The path or name that the user gave.
+    """
     return SourceError(
         f"{data} does not exist",
         remedy=f"Other datasets start with {', '.join(PREFIXES)} and '/'.",

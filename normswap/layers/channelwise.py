@@ -60,6 +60,11 @@ class ChannelAffine(PlannedLayer, OwnLayer):
         """Set gamma and beta of the norm `old` so that it computes what `now` does.
 
         A norm whose rounded s and t are those of `now` already is left as it is.
+
+        Args:
+            old: The norm of the source.
+            now: The layer that took its place, after training.
+            reads: Not used, since this layer reads no other module.
         """
         scale, shift = affine.read_map(old)
         same_scale = torch.equal(scale.to(now.weight), now.weight)
@@ -115,6 +120,12 @@ class ChannelBias(PlannedLayer, OwnLayer):
         cls, old: nn.Module, now: nn.Module, reads: tuple[nn.Module, ...], *, signed: bool
     ) -> None:
         """Set beta of the norm `old` so that its t / |s| is the bias of `now`.
+
+        Args:
+            old: The norm of the source.
+            now: The layer that took its place, after training.
+            reads: Not used, since this layer reads no other module.
+            signed: Whether `now` also multiplies by the signs of s.
 
         Raises:
             RefusedError: `now` is no ChannelBias, or the norm has no beta.

@@ -102,7 +102,12 @@ def gain(alpha: float) -> float:
 
 
 def gains(alpha: float, factors: Tensor) -> Tensor:
-    """Return the gain (C,) of each channel whose input is multiplied by a factor, given as (C,)."""
+    """Return the `gain` of each channel, (C,).
+
+    Args:
+        alpha: The factor inside the tanh.
+        factors: The number (C,) that each channel's input is also multiplied by.
+    """
     by_channel = [gain(alpha * factor) for factor in factors.tolist()]
     return torch.tensor(by_channel, dtype=torch.float64).to(factors)
 

@@ -114,6 +114,12 @@ class Folded(PlannedLayer):
     ) -> None:
         """Set the weight of `old` and beta of the norm behind it so that folding gives `now`.
 
+        Args:
+            old: The layer of the source.
+            now: The layer that took its place, after training.
+            reads: The modules of the source that were absorbed.
+            fold_options: The options of `folded` that the plan states.
+
         Raises:
             RefusedError: The layer absorbed two norms behind it, or one before it.
         """

@@ -26,7 +26,14 @@ class MeasuredNorm(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: _ConvNd, *, like: Tensor, eps: NotNegative, momentum: float) -> Chain:
-        """Return the convolution and a norm (statistics 0 and 1) that compute what `old` does."""
+        """Return the convolution and a norm (statistics 0 and 1) that compute what `old` does.
+
+        Args:
+            old: The convolution.
+            like: An empty tensor with the model's dtype and device.
+            eps: The norm's eps.
+            momentum: The norm's momentum.
+        """
         conv = copying.duplicate(old, {})
         if isinstance(conv._parameters.get("bias"), nn.Parameter):
             conv.bias = None
@@ -40,7 +47,7 @@ class MeasuredNorm(PlannedLayer):
 
 
 def _outputs(conv: _ConvNd) -> int:
-    """Return the number of output channels, by the weight."""
+    """Return the number of output channels, as the weight's shape says."""
     if conv.transposed:
         return int(conv.weight.shape[1]) * conv.groups
     return len(conv.weight)

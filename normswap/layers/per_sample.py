@@ -93,7 +93,14 @@ def _check_groups(channels: int, groups: int) -> None:
 
 
 def _empty_group_norm(old: nn.Module, *, like: Tensor, groups: int, eps: float) -> nn.Module:
-    """Return a GroupNorm with the channels and activation of a norm, but without its values."""
+    """Return a GroupNorm with the channels and activation of a norm, but without its values.
+
+    Args:
+        old: The norm.
+        like: An empty tensor with the dtype and device, for a norm that has no tensors.
+        groups: The number of groups.
+        eps: The eps of the GroupNorm.
+    """
     mean, _ = affine.statistics(old)
     channels = mean.numel()
     act = affine.copied_activation(old)
@@ -272,7 +279,12 @@ def with_lead(scale: Tensor, offset: Tensor, norm: nn.Module, *, lead: bool) -> 
 
 
 def per_filter(conv: Linearity, value: Tensor) -> Tensor:
-    """Return a value per output channel (O,) in a shape that broadcasts to the layer's weight."""
+    """Return a value per output channel (O,) in a shape that broadcasts to the layer's weight.
+
+    Args:
+        conv: The layer.
+        value: The values, (O,).
+    """
     kernel_ones = (1,) * (conv.weight.ndim - 2)
     if isinstance(conv, nn.Linear) or not conv.transposed:
         return value.view(-1, 1, *kernel_ones)

@@ -62,7 +62,10 @@ class Standardized(OwnLayer):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
     ) -> None:
-        """Load the tensors, after `mean` of an older file: (O, 1, ...), and not scaled."""
+        """Load the tensors, and convert a `mean` that an older version stored.
+
+        It stored (O, 1, ...) and did not scale it.
+        """
         name = f"{prefix}mean"
         mean = state_dict.get(name)
         if self.mean is not None and isinstance(mean, Tensor) and mean.ndim > 1:

@@ -255,6 +255,10 @@ def copy_tensors(old: nn.Module, new: nn.Module) -> None:
     """Copy gamma, beta and statistics from one norm to another, in place.
 
     A norm without gamma and beta multiplies by 1 and adds 0.
+
+    Args:
+        old: The norm that is read.
+        new: The norm that is written to.
     """
     for name in _COPIED:
         value = getattr(old, name, None)

@@ -167,7 +167,13 @@ class StandardizedConv(PlannedLayer):
 
 
 def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None) -> _ConvNd:
-    """Return a standardized convolution with the settings of `conv`, but without its values."""
+    """Return a standardized convolution with the settings of `conv`, but without its values.
+
+    Args:
+        conv: The convolution.
+        mean: Whether the new layer has a parameter for the mean of its filters.
+        padding: The new layer's padding. None keeps the padding of `conv`.
+    """
     settings: dict[str, Any] = {name: getattr(conv, name) for name in _SETTINGS}
     # Pruning by hand leaves the numbers that a layer states as they were.
     settings["out_channels"] = conv.weight.shape[0]

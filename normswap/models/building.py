@@ -165,6 +165,9 @@ def _bounded(arch: str) -> Iterator[None]:
 
     A layer is counted when it becomes part of another layer. Its numbers are counted before they
     are drawn.
+
+    Args:
+        arch: The name of the network, for the message.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     modules = 0
@@ -239,7 +242,14 @@ def check_arguments(arch: Arch, forbidden: Iterable[str] = ()) -> None:
 
 
 def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
-    """Check the entries of an object, and of all objects in it."""
+    """Raise SourceError for an argument that no network is built with.
+
+    The arguments in lists and objects are checked too.
+
+    Args:
+        arch: The name of the network, for the message.
+        arguments: The arguments by name.
+    """
     for name, value in arguments.items():
         why = _reason_against(name, value)
         if why:

@@ -311,7 +311,12 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
-    """Return whether forward's annotation asks for a list."""
+    """Return whether forward's annotation asks for a list.
+
+    Args:
+        model: The network.
+        parameter: The parameter of its forward.
+    """
     # Annotations are the user's, and may name what is not imported.
     with suppress(Exception):
         return get_origin(get_type_hints(model.forward).get(parameter.name)) in (list, Sequence)

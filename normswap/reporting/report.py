@@ -195,7 +195,12 @@ def collect(
 
 
 def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
-    """Return the batch that the signal is measured on, images or noise, and its description."""
+    """Return the batch that the signal is measured on, images or noise, and its description.
+
+    Args:
+        result: The converted network.
+        loader: The images. None if the user named no images.
+    """
     if loader is not None:
         batch = next(iter(loader))[0]
         return batch, f"the first {len(batch)} images"

@@ -40,7 +40,11 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Choose the factors of the channels. With images, then fit convolutions, gammas and betas."""
+    """Choose the factors of the channels. With images, then fit convolutions, gammas and betas.
+
+    Args:
+        task: The source, the result and the images.
+    """
     target = task.after(fitting_target(task.step))
     choose_factors(target, task.result, task.step, task.example, task.batches or ())
 

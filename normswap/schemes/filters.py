@@ -181,7 +181,11 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Fit the zero-sum filters to a network that keeps all means and equals the source."""
+    """Fit the zero-sum filters to a network that keeps all means and equals the source.
+
+    Args:
+        task: The source, the result and the images.
+    """
     assert task.batches is not None
     # The same step with every mean kept makes the network that the result is fitted to.
     edits = []

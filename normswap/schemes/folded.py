@@ -36,7 +36,12 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
 
 
 def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
-    """Plan one convolution in place of summed branches, and placeholders for the others."""
+    """Plan one convolution in place of summed branches, and placeholders for the others.
+
+    Args:
+        builder: The plan in the making.
+        merge: The branches of one sum.
+    """
     reads = list(merge.others)
     takes = [Absorption(AbsorbMode.SUM)] * len(merge.others)
 

@@ -18,7 +18,12 @@ from normswap.sites.site import Site
 
 
 def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
-    """Plan a GroupNorm of one group for every BatchNorm: LayerNorm over channels and positions."""
+    """Plan a GroupNorm of one group for every BatchNorm: LayerNorm over channels and positions.
+
+    Args:
+        anatomy: The recorded network.
+        relative_eps: The eps of the norms, in multiples of the mean variance (`plan`).
+    """
     return plan(anatomy, groups=1, group_size=0, relative_eps=relative_eps)
 
 
@@ -32,7 +37,11 @@ def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Choose the rescaling before each norm. With images, then fit layer by layer."""
+    """Choose the rescaling before each norm. With images, then fit layer by layer.
+
+    Args:
+        task: The source, the result and the images.
+    """
     if not rescalable(task.step) and task.batches is None:
         return
 
@@ -153,6 +162,11 @@ def absolute_eps(norm: Site, relative_eps: float) -> float:
     """Return the eps of the norm that replaces a BatchNorm.
 
     It is the BatchNorm's own eps plus a multiple of the mean of its channels' variances.
+
+    Args:
+        norm: The BatchNorm.
+        relative_eps: The number of mean variances of the norm's channels that are added to its own
+            eps.
     """
     _, variance = norm.input_moments
     return norm.eps + relative_eps * float(variance.mean())

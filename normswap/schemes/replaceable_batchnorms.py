@@ -108,7 +108,12 @@ def exchanged(step: Step, layer: str, other: str) -> Step:
 
 
 def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:
-    """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms."""
+    """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms.
+
+    Args:
+        anatomy: The recorded network.
+        lacking: What the target needs and the network lacks, for the message.
+    """
     if any(norm.site.is_layernorm for norm in anatomy.norms):
         raise RefusedError(
             lacking,

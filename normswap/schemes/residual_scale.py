@@ -120,6 +120,11 @@ def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float])
     """Return the factor by which the stream that a block's skip reads is divided.
 
     It is 1 if a convolution writes the stream after the last sum that divides it.
+
+    Args:
+        builder: The plan in the making.
+        block: The block.
+        owed: The factor by which the stream is divided, at each sum so far.
     """
     node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
     while node is not None and node not in owed and propagates_scale(builder, node):

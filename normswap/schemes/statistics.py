@@ -64,6 +64,9 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
 def fit_measured(task: FitTask) -> tuple[str, ...]:
     """Measure the statistics of each norm on images, and make each norm the identity.
 
+    Args:
+        task: The source, the result and the images.
+
     Returns:
         A note that says how many norms and images there were.
     """
@@ -194,7 +197,11 @@ def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
 
 
 def fit_estimate(task: FitTask) -> None:
-    """Set each BatchNorm to what the norm in its place does on average."""
+    """Set each BatchNorm to what the norm in its place does on average.
+
+    Args:
+        task: The source, the result and the images.
+    """
     assert task.batches is not None
     norms = {edit.path for edit in task.step.edits}
     refit(
@@ -213,6 +220,10 @@ def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
 
 
 def fit_recalibrate(task: FitTask) -> tuple[str, ...]:
-    """Estimate the running statistics of every BatchNorm anew, and return a note."""
+    """Estimate the running statistics of every BatchNorm anew, and return a note.
+
+    Args:
+        task: The source, the result and the images.
+    """
     assert task.batches is not None
     return (estimate_population(task.result, task.batches, task.progress, most_error=MOST_ERROR),)

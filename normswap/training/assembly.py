@@ -425,7 +425,11 @@ class Task:
         }
 
     def restore(self, parts: State) -> None:
-        """Continue from the tensors of a state."""
+        """Continue from the tensors of a state.
+
+        Args:
+            parts: The tensors of the state.
+        """
         self.raw.load_state_dict(parts["model"])
         if self.ema is not None:
             self.ema.module.load_state_dict(parts["ema"])

@@ -453,7 +453,14 @@ class TrainingRun:
         *,
         began: bool,
     ) -> Row:
-        """Return the row of metrics.csv for this epoch, with None for what was not measured."""
+        """Return the row of metrics.csv for this epoch, with None for what was not measured.
+
+        Args:
+            plain: The accuracy of the network. None if it was not measured.
+            averaged: The accuracy of the averaged weights (EMA). None if it was not measured.
+            held_out_loss: The loss on held-out inputs, for a network without accuracy.
+            began: Whether any update of this epoch was made.
+        """
         at = self.at
         row: Row = dict.fromkeys(COLUMNS)
         epoch = at.update / self.task.per_epoch
@@ -567,6 +574,9 @@ def score(row: Row) -> float:
     The score is the accuracy. Where no accuracy was measured, it is minus the loss on held-out
     inputs. The training loss is no score, because it is a mean over all networks of an epoch, and
     only the last one is kept.
+
+    Args:
+        row: The row of metrics.csv for the epoch.
     """
     accuracies = [value for value in (row["top1"], row["ema_top1"]) if value is not None]
     if accuracies:

@@ -291,6 +291,10 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
 def _two_scores(output: object, taught: object) -> tuple[Tensor, Tensor] | None:
     """Return the scores (N, classes) of both outputs, or None if one of them has no scores.
 
+    Args:
+        output: What the network gives.
+        taught: What the teacher gives.
+
     Raises:
         OptionError: The scores have unequal shapes.
     """

@@ -186,7 +186,12 @@ def _takes(kind: Any) -> list[str]:
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return the keys of two flat recipes that differ, with both values."""
+    """Return the keys of two flat recipes that differ, with both values.
+
+    Args:
+        before: The earlier recipe, by dotted key.
+        now: The recipe of today, by dotted key.
+    """
     keys = sorted(before.keys() | now.keys())
     changed = [key for key in keys if before.get(key) != now.get(key)]
     return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in changed]
@@ -194,6 +199,10 @@ def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list
 
 def _parsed(content: str, label: str) -> object:
     """Return the plain data of a YAML text.
+
+    Args:
+        content: The text.
+        label: The file's name, for the message.
 
     Raises:
         RecipeError: The text is not YAML.

@@ -133,13 +133,23 @@ def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
 
 
 def _highest(rates: Sequence[Line]) -> list[Line]:
-    """Return the full lines of the highest mean."""
+    """Return the finished rates whose mean is the highest. There are several if means are equal.
+
+    Args:
+        rates: The line of each learning rate.
+    """
     means = [line.mean for line in rates if line.full and line.mean is not None]
     return [line for line in rates if line.full and line.mean == max(means)]
 
 
 def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
-    """Sum up the runs of one learning rate."""
+    """Sum up the runs of one learning rate.
+
+    Args:
+        trials: The runs.
+        seeds: The number of runs that are planned for each rate.
+        best: The number of best runs of which the mean is taken.
+    """
     ended = [trial for trial in trials if trial.state != "running"]
     accuracies = [trial.top1 for trial in ended if trial.top1 is not None]
     scores = sorted(accuracies, reverse=True)[:best]
@@ -378,7 +388,12 @@ class Sweep:
                 self.optuna.storages.fail_stale_trials(self.study)
 
     def _run_next(self, objective: Objective, progress: Progress) -> None:
-        """Run one trial of the queue, which Optuna gives to no other worker."""
+        """Run one trial of the queue, which Optuna gives to no other worker.
+
+        Args:
+            objective: The function that trains by a recipe in a folder and returns top-1.
+            progress: Called with each message on progress.
+        """
 
         def run(trial: optuna.Trial) -> float:
             """Train with the pair (lr, seed) that the trial was queued with."""
@@ -400,7 +415,15 @@ class Sweep:
     def _train(
         self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, progress: Progress
     ) -> float:
-        """Train with one pair (lr, seed) and return its top-1. An error is noted in the trial."""
+        """Train with one pair (lr, seed) and return its top-1. An error is noted in the trial.
+
+        Args:
+            trial: Optuna's record of the run.
+            lr: The learning rate.
+            seed: The seed.
+            objective: The function that trains by a recipe in a folder and returns top-1.
+            progress: Called with each message on progress.
+        """
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
         begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}

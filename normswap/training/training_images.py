@@ -111,7 +111,13 @@ class Order(Sampler[list[tuple[int, int]]]):
 
 
 def _slice(images: list[int], number: int, size: int) -> list[int]:
-    """Return one slice of a batch: `size` images, half of them from the back if `size` is even."""
+    """Return one slice of a batch: `size` images, half of them from the back if `size` is even.
+
+    Args:
+        images: The numbers of the images of the batch.
+        number: The number of the slice, from 0.
+        size: The number of images in a slice.
+    """
     if size % 2:
         return images[number * size : (number + 1) * size]
 

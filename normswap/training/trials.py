@@ -101,7 +101,13 @@ class TargetTrial:
 
 
 def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
-    """Return the overrides of the recipe for a target, as `normswap finetune` takes them."""
+    """Return the overrides of the recipe for a target, as `normswap finetune` takes them.
+
+    Args:
+        advice: The target, with its options.
+        lr: The learning rate.
+        batch_size: The number of images in a batch.
+    """
     words = ["convert=null"]
     if advice.scheme != "batchnorm":
         words = [
@@ -191,7 +197,11 @@ class Trials:
         self.evaluating = 0.0
 
     def _split(self, data: Data) -> tuple[TrainingImages, Loader, Loader]:
-        """Return training images, up to 100 of them to fit values to, and held-out images."""
+        """Return training images, up to 100 of them to fit values to, and held-out images.
+
+        Args:
+            data: The user's images.
+        """
         record = image_record(self.source.module)
         place, validated = places(data)
         training = make_loader(record, place, split="train", workers=0)
@@ -266,7 +276,12 @@ class Trials:
         return standings
 
     def _too_short(self, trials: int, rounds: int) -> OptionError:
-        """Return the error about too few minutes, which says how many are needed."""
+        """Return the error about too few minutes, which says how many are needed.
+
+        Args:
+            trials: The number of trials in a round.
+            rounds: The number of rounds.
+        """
         a_trial = _FEWEST_UPDATES * self.updating + self.evaluating
         needed = rounds * trials * a_trial + self.seconds()
         minutes = math.ceil(needed / _PLANNED / 6) / 10
@@ -287,6 +302,11 @@ class Trials:
         """Train a target from its beginning, and return where it ended.
 
         The first time the network is converted, and measured before it is trained.
+
+        Args:
+            advice: The target, with its options.
+            lr: The learning rate.
+            updates: The number of updates.
         """
         if advice.target not in self.networks:
             network = self.source
@@ -315,7 +335,14 @@ class Trials:
         return trial
 
     def _updated(self, advice: Advice, network: Network, lr: float, updates: int) -> nn.Module:
-        """Return a copy of the network after `updates` updates. The first tenth is warm-up."""
+        """Return a copy of the network after `updates` updates. The first tenth is warm-up.
+
+        Args:
+            advice: The target, with its options.
+            network: The converted network.
+            lr: The learning rate.
+            updates: The number of updates.
+        """
         epochs = updates / (len(self.images.images) // self.batch_size)
         words = [f"train.epochs={epochs}", f"schedule.warmup={epochs / 10}"]
         recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
