@@ -262,35 +262,40 @@ class NormInputs:
         return inputs._with_mean_variance(scale * log.detach().exp())
 
     def loss(self, scale: Tensor) -> Tensor:
-        """Return the cost of the images' own statistics in each group, (G,).
+        """Return what each group loses by taking its statistics from each image, (G,).
 
-        With z = scale x, the norm of z, matched to the average image and taken back to x, errs by
-        (r - 1) x - r mean(z) / scale. Here r = sqrt((v + eps) / (a sample's variance + eps)), with
-        v the variance of the average image.
+        The norm of z = scale x, matched to the average image and taken back to x, errs by (r - 1) x
+        - r mean(z) / scale. Here r = sqrt((v + eps) / (u + eps)), where u is the image's variance
+        in the group and v the mean of u over the images. The cost is the mean square of this error,
+        in which each channel weighs by its effect on the result.
 
         Args:
             scale: The scale of each channel, (G, c).
         """
         channels = scale.shape[1]
-        per = self.effect / scale.square()
-        mean, back = (self.means @ torch.stack([scale / channels, self.effect / scale], 2)).unbind(
-            2
-        )
-        energy, cost = (self.squares @ torch.stack([scale.square(), self.effect], 2)).unbind(2)
+        # The mean of z in each image and group, and its variance about that mean.
+        mean_weights = torch.stack([scale / channels, self.effect / scale], 2)
+        mean, cross = (self.means @ mean_weights).unbind(2)
+        square_weights = torch.stack([scale.square(), self.effect], 2)
+        energy, square = (self.squares @ square_weights).unbind(2)
         var = (energy / channels - mean.square()).clamp_min(0)
+
+        # With d = (r - 1) x and m = r mean(z) / scale, the error squared is d^2 - 2 d m + m^2.
+        # `square`, `cross` and `shift_cost` are the sums over channels that these terms need.
         ratio = ((var.mean(1, keepdim=True) + self.eps) / (var + self.eps)).sqrt()
         off = ratio - 1
         moved_mean = ratio * mean
-        # The square of the error, summed over the channels of the group, has three terms.
+        shift_cost = self.effect / scale.square()
         cost = (
-            off.square() * cost
-            - 2 * off * moved_mean * back
-            + moved_mean.square() * per.sum(1, keepdim=True)
+            off.square() * square
+            - 2 * off * moved_mean * cross
+            + moved_mean.square() * shift_cost.sum(1, keepdim=True)
         )
 
-        # What a sample's mean costs if the channels of a group are independent.
-        alone = self.means.var(1) * scale.square()
-        return cost.mean(1) + CHANCE * per.sum(1) * alone.sum(1) / channels**2
+        # The mean of z also varies by chance: if channels are independent, by this variance.
+        independent = self.means.var(1) * scale.square()
+        mean_variance = independent.sum(1) / channels**2
+        return cost.mean(1) + CHANCE * shift_cost.sum(1) * mean_variance
 
 
 def least_sum(quadratic: Numbers) -> Numbers:

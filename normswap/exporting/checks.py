@@ -459,7 +459,11 @@ class _Compared:
         return Allowance(self.dtype, allowed, self._own_change(name), allowance.STRAYING).most
 
     def error_of_unfolded(self) -> float:
-        """Return the error of a file of the unfolded source on the same inputs, or 0."""
+        """Return the error of a file that was written without folding, on the same inputs.
+
+        It tells an error of the runtime from one of the folding. The error is 0 if there is no such
+        file.
+        """
         reference = self.reference
         if reference.unfolded is None:
             return 0.0
@@ -497,12 +501,13 @@ class _Hits:
         self.right = {"source": 0, "file": 0}
 
     def add(self, expected: Tensor, actual: Tensor, labels: Tensor) -> None:
-        """Add a batch.
+        """Count the images of a batch, and those whose class is right.
 
         Args:
             expected: The scores of the source, (N, classes).
             actual: The scores of the file, (N, classes).
-            labels: The true classes, (N,). A batch with other numbers is not counted.
+            labels: The true classes, (N,). If one of them is no class of the network, the batch is
+                left out.
         """
         are_classes = expected.ndim == 2 and bool(
             ((labels >= 0) & (labels < expected.shape[1])).all()

@@ -31,7 +31,14 @@ _TOOL = "com.github.apple.coremltools."
 
 
 def write(contents: FileContents, file: Path) -> None:
-    """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
+    """Write the network and its metadata to a .mlpackage file.
+
+    Inputs and outputs have the names that the sidecar gives them.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+    """
     if file.suffix != _ENDING:
         raise RefusedError(
             f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}"
@@ -86,7 +93,10 @@ def _require_names(spec: Model, signature: Signature) -> None:
 
 
 def open(file: Path) -> Runs:
-    """See `formats.Format.open`; on the CPU of macOS."""
+    """Return the file in its runtime: a function from input tensors to the output tensors.
+
+    It runs on the CPU of macOS.
+    """
     require_own_files(file)
     with silent():
         import coremltools as ct
@@ -105,14 +115,17 @@ def open(file: Path) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`; constants are not counted."""
+    """Return how many operators of each kind the file has, the most frequent kind first.
+
+    Constants are not counted.
+    """
     main = _spec(file).mlProgram.functions["main"]
     kinds = (feature.type for feature in main.block_specializations[main.opset].operations)
     return counted(kind for kind in kinds if kind != "const")
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
+    """Return the texts that were stored in the file as its metadata, by their keys."""
     noted = _spec(file).description.metadata.userDefined
     return {key: value for key, value in noted.items() if not key.startswith(_TOOL)}
 

@@ -29,7 +29,12 @@ _METADATA = "normswap"
 
 
 def write(contents: FileContents, file: Path) -> None:
-    """See `formats.Format.write`."""
+    """Write the network and its metadata to a .pte file.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+    """
     file.write_bytes(_lowered(_traced(contents), contents))
 
 
@@ -65,7 +70,10 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def open(file: Path) -> Runs:
-    """See `formats.Format.open`; on the CPU."""
+    """Return the file in its runtime: a function from input tensors to the output tensors.
+
+    It runs on the CPU.
+    """
     with silent():
         from executorch.runtime import Runtime
 
@@ -78,7 +86,7 @@ def open(file: Path) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`."""
+    """Return how many operators of each kind the file has, the most frequent kind first."""
     kinds = []
     for plan in _program(file).execution_plan:
         for step in (step for chain in plan.chains or [] for step in chain.instructions):
@@ -92,7 +100,7 @@ def nodes(file: Path) -> dict[str, int]:
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
+    """Return the texts that were stored in the file as its metadata, by their keys."""
     plans = {plan.name: plan for plan in _program(file).execution_plan}
     if _METADATA not in plans:
         return {}

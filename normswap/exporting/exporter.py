@@ -229,17 +229,18 @@ def unfolded(request: ExportRequest) -> Iterator[formats.Runs]:
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """Return a function that gives the folded network and the file with its inner values.
+    """Return a function that gives what is compared layer by layer: the network, and the file.
 
     Args:
         request: The request that the file was written for.
         file: The path of the file.
-        rounded: The folded network with its numbers rounded to the file's precision. It is folded
-            anew if there is none.
+        rounded: The folded network with its numbers rounded to the file's precision. With None the
+            source is folded anew.
 
     Returns:
-        A function without arguments. If the runtime does not show the values inside of a file, the
-        function gives the file's bytes in place of the runtime.
+        A function without arguments, which returns the folded network and the file in its runtime.
+        The runtime gives all values that the file computes. If it cannot show them, the function
+        returns the file's bytes in place of the runtime.
     """
 
     def network_and_file() -> tuple[nn.Module, formats.Runs | bytes]:

@@ -37,7 +37,14 @@ _ALIGNED = 16
 
 
 def write(contents: FileContents, file: Path) -> None:
-    """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
+    """Write the network and its metadata to a .tflite file.
+
+    Inputs and outputs have the names that the sidecar gives them.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+    """
     content = _converted(contents.in_float32)
     if contents.network.dtype == torch.float16:
         content = _halved(content)
@@ -145,9 +152,14 @@ def _aligned(buffer: BufferT, builder: Builder) -> int:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """See `formats.Format.open`; on the CPU.
+    """Return the file in its runtime: a function from input tensors to the output tensors.
 
-    XNNPACK computes the operators that it has. With `inside`, LiteRT computes all of them.
+    It runs on the CPU. XNNPACK computes the operators that it has. With `inside`, LiteRT computes
+    all of them.
+
+    Args:
+        file: The path of the file.
+        inside: Whether the function gives all values that the file computes on its way.
     """
     _model(file)
     with silent():
@@ -197,7 +209,7 @@ def _operator_name(entry: Any, kinds: dict[int, str]) -> str:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`."""
+    """Return how many operators of each kind the file has, the most frequent kind first."""
     from ai_edge_litert import schema_py_generated as schema
 
     model = _model(file)
@@ -213,7 +225,7 @@ def nodes(file: Path) -> dict[str, int]:
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
+    """Return the texts that were stored in the file as its metadata, by their keys."""
     model = _model(file)
     noted = (
         model.buffers[entry.buffer].data

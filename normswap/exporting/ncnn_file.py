@@ -29,7 +29,14 @@ _BOOKKEEPING = ("Input", "Split", "MemoryData")
 
 
 def write(contents: FileContents, file: Path) -> None:
-    """See `formats.Format.write`. Inputs and outputs have the names that the sidecar gives them."""
+    """Write the network and its metadata to a .param file.
+
+    Inputs and outputs have the names that the sidecar gives them.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+    """
     signature = contents.network.signature
     half = contents.network.dtype == torch.float16
     # It lies in the folder of `atomic_write`. If the process is killed, the next export names that
@@ -105,7 +112,14 @@ def _missing(file: Path) -> str:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """See `formats.Format.open`; on the CPU, in fp32."""
+    """Return the file in its runtime: a function from input tensors to the output tensors.
+
+    It runs on the CPU, in fp32.
+
+    Args:
+        file: The path of the file.
+        inside: Whether the function gives all values that the file computes on its way.
+    """
     import ncnn
 
     net = ncnn.Net()
@@ -133,14 +147,17 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`; constants, copies and the ends of the graph are not counted."""
+    """Return how many operators of each kind the file has, the most frequent kind first.
+
+    Constants, copies and the ends of the graph are not counted.
+    """
     lines = file.read_text(encoding="utf-8").splitlines()[2:]
     kinds = (line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
     return counted(kind for kind in kinds if kind not in _BOOKKEEPING)
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
+    """Return the texts that were stored in the file as its metadata, by their keys."""
     lines = file.read_text(encoding="utf-8").splitlines()
     noted = (line.removeprefix(_MARK).partition(" ") for line in lines if line.startswith(_MARK))
     return {key: str(reading.parse_json(value)) for key, _, value in noted}

@@ -44,7 +44,14 @@ _UNROUNDED = {"OpTypesToExcludeOutputQuantization": ["Gemm"]}
 
 
 def write(contents: FileContents, file: Path) -> None:
-    """See `formats.Format.write`. The file is complete: nothing lies beside it."""
+    """Write the network and its metadata to an .onnx file.
+
+    The file is complete: nothing lies beside it.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+    """
     model = graph(contents, opset=_RMS_OPSET if _has_rms_norm(contents) else None)
     if contents.network.stored != contents.network.dtype:
         _store_bf16(model.graph)
@@ -273,7 +280,14 @@ class _CalibrationReader:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """See `formats.Format.open`; on the CPU."""
+    """Return the file in its runtime: a function from input tensors to the output tensors.
+
+    It runs on the CPU.
+
+    Args:
+        file: The path of the file.
+        inside: Whether the function gives all values that the file computes on its way.
+    """
     import onnxruntime as ort
 
     content: Path | bytes = file
@@ -304,12 +318,12 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`."""
+    """Return how many operators of each kind the file has, the most frequent kind first."""
     return counted(node.op_type for node in _loaded(file).graph.node)
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
+    """Return the texts that were stored in the file as its metadata, by their keys."""
     return {entry.key: entry.value for entry in _loaded(file).metadata_props}
 
 

@@ -31,7 +31,14 @@ _ENDS = ("Constant", "Parameter", "Result")
 
 
 def write(contents: FileContents, file: Path) -> None:
-    """See `formats.Format.write`. The metadata are in the XML, as runtime information."""
+    """Write the network and its metadata to an .xml file.
+
+    The metadata are in the XML, as runtime information.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+    """
     _save(_model(contents.in_float32, file.parent), contents, file)
 
 
@@ -95,7 +102,14 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """See `formats.Format.open`; on the CPU."""
+    """Return the file in its runtime: a function from input tensors to the output tensors.
+
+    It runs on the CPU.
+
+    Args:
+        file: The path of the file.
+        inside: Whether the function gives all values that the file computes on its way.
+    """
     import openvino as ov
 
     model = ov.Core().read_model(file)
@@ -113,7 +127,10 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`; constants and the ends of the graph are not counted."""
+    """Return how many operators of each kind the file has, the most frequent kind first.
+
+    Constants and the ends of the graph are not counted.
+    """
     import openvino as ov
 
     kinds = (op.get_type_name() for op in ov.Core().read_model(file).get_ops())
@@ -121,7 +138,7 @@ def nodes(file: Path) -> dict[str, int]:
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`."""
+    """Return the texts that were stored in the file as its metadata, by their keys."""
     import openvino as ov
 
     # OpenVINO would try other readers, which print what they find.

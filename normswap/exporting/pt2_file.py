@@ -31,7 +31,12 @@ _KINDS = {_ATEN.conv2d.default: nn.Conv2d, _ATEN.linear.default: nn.Linear}
 
 
 def write(contents: FileContents, file: Path) -> None:
-    """See `formats.Format.write`."""
+    """Write the network and its metadata to a .pt2 file.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+    """
     network = contents.network
     if network.stored != network.dtype:
         network = copying.duplicate(network, {})
@@ -177,7 +182,12 @@ def quantization_config(activations: torch.dtype, levels: int) -> object:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """See `formats.Format.open`."""
+    """Return the file in its runtime: a function from input tensors to the output tensors.
+
+    Args:
+        file: The path of the file.
+        inside: Whether the function gives all values that the file computes on its way.
+    """
     module = _module(load(file))
     if inside:
         assert isinstance(module, fx.GraphModule)
@@ -212,10 +222,16 @@ def load(file: Path) -> ExportedProgram:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """See `formats.Format.nodes`; torch does not read the file."""
+    """Return how many operators of each kind the file has, the most frequent kind first.
+
+    torch does not read the file.
+    """
     return counted(name.removeprefix("aten.") for name in read_pt2(file).operators)
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """See `formats.Format.metadata`; torch does not read the file."""
+    """Return the texts that were stored in the file as its metadata, by their keys.
+
+    torch does not read the file.
+    """
     return dict(read_pt2(file).extra)

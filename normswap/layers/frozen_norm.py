@@ -53,7 +53,14 @@ class FrozenNorm(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> nn.Module:
-        """Return the frozen norm. Its arguments are documented at `SiteNorm.replacing`."""
+        """Return the frozen norm that computes what `old` does in eval mode.
+
+        Args:
+            old: The norm, or the layer that took its place.
+            like: An empty tensor with the model's dtype and device.
+            measured: The known statistics of a norm that is put back, as `SiteNorm.replacing` takes
+                them.
+        """
         live = SiteNorm.of_any_size(old, like=like, **measured)
         if live.act is None:
             new: nn.Module = FrozenBatchNorm(live.num_features, live.eps)
@@ -99,5 +106,12 @@ class EvalNorm(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> EvalNorm:
-        """Return the norm in eval mode. Its arguments are documented at `SiteNorm.replacing`."""
+        """Return the norm that computes what `old` does in eval mode, in training mode too.
+
+        Args:
+            old: The norm, or the layer that took its place.
+            like: An empty tensor with the model's dtype and device.
+            measured: The known statistics of a norm that is put back, as `SiteNorm.replacing` takes
+                them.
+        """
         return cls(SiteNorm.of_any_size(old, like=like, **measured))

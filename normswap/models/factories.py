@@ -45,7 +45,11 @@ def build(name: str, request: BuildRequest) -> Built:
 
 
 def create(arch: Arch) -> nn.Module:
-    """Build the bare network; see `kinds`."""
+    """Return a network of the user's factory with random values, on the CPU and in eval mode.
+
+    Args:
+        arch: Its name and arguments.
+    """
     with _working_directory():
         factory = _found(arch.name)
         with seeded():

@@ -35,7 +35,7 @@ class Preprocessing:
 
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if numbers is not None and not all(0 <= number <= 1 for number in numbers):
-                remedy = "Of 0..255 it is divided by 255"
+                remedy = "Numbers for pixels in 0..255 must be divided by 255"
                 raise OptionError(
                     f"{name} {comma_list(numbers)}", "it is that of pixels in 0..1", remedy
                 )

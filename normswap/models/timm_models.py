@@ -43,7 +43,11 @@ _USUAL = {**hub.GENERAL, "input_size": (3, 224, 224), "num_classes": 1000}
 
 
 def create(arch: Arch) -> nn.Module:
-    """Build the bare network; see `kinds`."""
+    """Return a network of timm with random values, on the CPU and in eval mode.
+
+    Args:
+        arch: Its name and arguments.
+    """
     check_arguments(arch, _FORBIDDEN)
     _check_known(arch.name)
     model: nn.Module = make(

@@ -80,7 +80,11 @@ def build(name: str, request: BuildRequest) -> Built:
 
 
 def create(arch: Arch) -> nn.Module:
-    """Build the bare network; see `kinds`."""
+    """Return a network of torchvision with random values, on the CPU and in eval mode.
+
+    Args:
+        arch: Its name and arguments.
+    """
     check_arguments(arch, _FORBIDDEN)
     _check_known(arch.name)
     kwargs = dict(arch.kwargs)

@@ -110,7 +110,11 @@ def _check_stated(stated: Cfg, origin: str) -> None:
 
 
 def create(arch: Arch) -> transformers.PreTrainedModel:
-    """Build the bare network; see `kinds`."""
+    """Return a network of transformers with random values, on the CPU and in eval mode.
+
+    Args:
+        arch: Its name and arguments.
+    """
     check_arguments(arch)
     _check_stated(arch.kwargs, f"hf:{arch.name}")
     config = _config(arch)

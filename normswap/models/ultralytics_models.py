@@ -75,7 +75,11 @@ def build(name: str, request: BuildRequest) -> Built:
 
 
 def create(arch: Arch) -> nn.Module:
-    """Build the bare network; see `kinds`."""
+    """Return a network of ultralytics with random values, on the CPU and in eval mode.
+
+    Args:
+        arch: Its name and arguments.
+    """
     import ultralytics
 
     classes = arch.kwargs.get("num_classes")

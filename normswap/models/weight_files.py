@@ -424,7 +424,9 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     try:
         check_fit(state, bare, origin, str(architecture))
     except SourceError:
-        if not _mends_itself(model, as_it_is):
+        # The layers themselves may know the names of older files, and load the tensors by them.
+        has_loaded = _mends_itself(model, as_it_is)
+        if not has_loaded:
             raise
         return
 

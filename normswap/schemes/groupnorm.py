@@ -45,6 +45,7 @@ def fit(task: FitTask) -> None:
     if not rescalable(task.step) and task.batches is None:
         return
 
+    # The result is fitted to a network that has BatchNorms in the places of the GroupNorms.
     target = task.after(fitting_target(task.step))
     choose_rescaling(target, task.result, task.step, task.example, task.batches or ())
 

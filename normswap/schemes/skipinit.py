@@ -46,9 +46,10 @@ def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
 
 
 def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> PlanBuilder:
-    """Plan a scalar per branch, a scalar bias after each v1 sum, and dropout before the classifier.
+    """Plan a scalar per branch, a scalar bias per sum, and dropout before the classifier.
 
-    The biases start at 0 and stand before the block's final ReLU.
+    The biases start at 0 and stand between a block's sum and the activation after it. A block
+    without that activation (pre-activation) gets none.
 
     Args:
         anatomy: The recorded network.

@@ -253,7 +253,7 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def claims(steps: Sequence[Step], earlier: Sequence[Step] = ()) -> Claims:
-    """Return what the result of exact steps claims of the values inside of their source.
+    """Return which values inside of the source an exact result claims to keep.
 
     Args:
         steps: The steps from the source to the result.
@@ -263,12 +263,14 @@ def claims(steps: Sequence[Step], earlier: Sequence[Step] = ()) -> Claims:
     every_step = [*earlier, *steps]
     rescales = not all(schemes.of(step).scheme.keeps_blocks for step in every_step)
 
-    # What comes between a norm and the layer behind that took it in has another value, though the
+    # If a layer absorbs a norm that stands before it, the values between the two change, though the
     # network computes the same.
     moved_norms: list[tuple[str, str]] = []
     for step in steps:
         for edit in step.edits:
-            moved_norms += [(path, edit.path) for path, how in edit.absorbed if how.way.precedes]
+            for norm_path, absorption in edit.absorbed:
+                if absorption.way.precedes:
+                    moved_norms.append((norm_path, edit.path))
 
     return Claims(
         keeps_blocks=not rescales and not centres_streams(every_step),

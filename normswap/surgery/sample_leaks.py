@@ -728,7 +728,14 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _keeper(first: nn.Module, second: nn.Module) -> str:
-    """Return the path of the first module that holds other numbers after another batch."""
+    """Return the path of the first module in whose attributes the two batches left other numbers.
+
+    The path is empty if there is no such module.
+
+    Args:
+        first: A copy of the network, after a first batch.
+        second: A copy of the network, after another batch.
+    """
     others = tree(second)
     for path, module in tree(first).items():
         # Plain attributes hold what is no buffer. Names with an underscore are torch's own.

@@ -68,8 +68,7 @@ def run(
     in its own runtime, needs --against. Without --against, --weights FILE fills the network in DIR
     first: what another program trained is measured, not proved. The exit code is 1 if they differ,
     or agree on less than --min-kept, and 2 if nothing that was compared could have shown an error.
-    Of a network that `finetune` trained it says how far it went; then --min-kept alone makes it
-    fail.
+    A network that `finetune` trained is measured, too: only --min-kept can then make it fail.
     """
     against = compared.against
     asked = [name for name, _ in opening.asked()]
