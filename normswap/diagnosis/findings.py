@@ -44,7 +44,11 @@ class Certainty(str, Enum):
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence on something that is no fault, but that the user should know."""
+    """A sentence on something that is no fault, but that the user should know.
+
+    Args:
+        text: The sentence.
+    """
 
     text: str
 

@@ -57,7 +57,13 @@ def _lowered(program: ExportedProgram, contents: FileContents) -> bytes:
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
-    """Write the network in int8."""
+    """Write the network to a .pte file in int8.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+        how: The images that set the ranges, and the bits of a weight.
+    """
     program = _traced(contents)
     with silent():
         from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer

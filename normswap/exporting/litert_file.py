@@ -79,7 +79,13 @@ def _halved(content: bytes) -> bytes:
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
-    """Write the network in int8. The quantizer takes every layer that it knows."""
+    """Write the network to a .tflite file in int8. The quantizer takes every layer that it knows.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+        how: The images that set the ranges.
+    """
     content = _converted(contents)
     with silent():
         from ai_edge_quantizer import qtyping, quantizer

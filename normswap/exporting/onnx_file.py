@@ -177,7 +177,13 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
-    """Write the network in int8."""
+    """Write the network to an .onnx file in int8.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+        how: The images that set the ranges, and the bits of a weight.
+    """
     import onnx
 
     model = graph(contents)

@@ -69,7 +69,13 @@ def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
-    """Write the network in int8."""
+    """Write the network to an .xml file in int8.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+        how: The images that set the ranges, and the bits of a weight.
+    """
     model = _model(contents, file.parent)
     logger = logging.getLogger("nncf")
     level = logger.level

@@ -117,7 +117,13 @@ class _Cast(nn.Module):
 
 
 def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
-    """Write the network in int8."""
+    """Write the network to a .pt2 file in int8.
+
+    Args:
+        contents: The network, its example inputs and its metadata.
+        file: The path of the file.
+        how: The images that set the ranges, and the bits of a weight.
+    """
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import X86InductorQuantizer
 
     module = traced(contents, contents.network).module()

@@ -86,7 +86,19 @@ class NamedTensor(_SidecarPart):
 
 
 class CheckedFigures(BaseModel):
-    """How far the file was from its network, as far as it is printed."""
+    """How far the file was from its network, as far as it is printed.
+
+    Args:
+        relative_l2: The relative L2 distance of the file's answers.
+        tolerance: The distance that was allowed.
+        inputs: What the file was checked on, in words.
+        count: The number of inputs.
+        answers: The number of answers that `agreement` is a fraction of.
+        unit: The name of the things that have an answer each: images, pixels, voxels ...
+        agreement: The share of equal answers. None if the answers are no classes.
+        top1: The file's top-1 accuracy, in percent. None without labels.
+        source_top1: The network's top-1 accuracy, in percent. None without labels.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
     relative_l2: float

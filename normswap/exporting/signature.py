@@ -42,7 +42,12 @@ class Signature:
 
     @classmethod
     def of_images(cls, model: nn.Module, output: str) -> Signature:
-        """Return the signature of a file that takes images (N, C, H, W) and gives the answer."""
+        """Return the signature of a file that takes images (N, C, H, W) and gives the answer.
+
+        Args:
+            model: The network.
+            output: The name of the answer.
+        """
         return cls(form(model), (INPUT,), (output,))
 
     @classmethod

@@ -23,7 +23,13 @@ Deviations: TypeAlias = Sequence[NotNegative] | None
 
 
 class Record(TypedDict, total=False):
-    """The settings of a norm that stood there before, as far as they are known."""
+    """The settings of a norm that stood there before, as far as they are known.
+
+    Args:
+        eps: The eps of the norm.
+        momentum: The momentum of the norm. None stands for the mean over all batches.
+        num_batches_tracked: The number of batches that its statistics were made from.
+    """
 
     eps: NotNegative
     momentum: float | None
@@ -31,7 +37,13 @@ class Record(TypedDict, total=False):
 
 
 class Measured(TypedDict, total=False):
-    """The keywords of `SiteNorm.replacing` on the known statistics of a norm that is put back."""
+    """The keywords of `SiteNorm.replacing` on the known statistics of a norm that is put back.
+
+    Args:
+        mean: The mean of each channel.
+        std: The standard deviation of each channel.
+        settings: The settings of the norm that stood there before.
+    """
 
     mean: Floats
     std: Deviations

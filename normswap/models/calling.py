@@ -29,7 +29,12 @@ Inputs: TypeAlias = "Call | Sequence[Call] | None"
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of one call of a network."""
+    """The arguments of one call of a network.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments, by name.
+    """
 
     args: tuple[object, ...]
     kwargs: dict[str, object] = field(default_factory=dict)

@@ -29,7 +29,15 @@ OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_siz
 
 
 class Asked(TypedDict, total=False):
-    """Options of `open_source`, for functions that pass them on."""
+    """Options of `open_source`, for functions that pass them on.
+
+    Args:
+        weights: The weights: `pretrained`, `random` or a file.
+        arch: The architecture of a weights file that states none.
+        arch_args: The arguments of the architecture, by name.
+        num_classes: The number of classes.
+        in_chans: The number of input channels.
+    """
 
     weights: str
     arch: str | None

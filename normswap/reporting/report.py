@@ -50,7 +50,14 @@ class NormFact:
 
 @dataclass(frozen=True)
 class BlockFact:
-    """A residual block of the source."""
+    """A residual block of the source.
+
+    Args:
+        path: The path of the block.
+        stage: The path of the stage that the block belongs to.
+        skip: The kind of the skip: `identity`, `projection` or `other`.
+        norms: The norms in the block.
+    """
 
     path: str
     stage: str

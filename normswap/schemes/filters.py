@@ -30,9 +30,10 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBu
 
     Args:
         anatomy: The recorded network.
-        mean: What happens to the mean of a filter. See `standardize`.
-        stem: What happens to the means of the first convolution.
-        depthwise: What happens to the means of depthwise filters.
+        mean: What becomes of the mean of a filter. `keep` adds it as a number that learns. `fit`
+            drops it and fits the filters again.
+        stem: The same for the filters of the first convolution.
+        depthwise: The same for depthwise filters.
     """
     builder = scale_branches(anatomy, None) if anatomy.blocks else fold_norms(anatomy)
     return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)

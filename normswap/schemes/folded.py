@@ -36,11 +36,13 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
 
 
 def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
-    """Plan one convolution in place of summed branches, and placeholders for the others.
+    """Plan one convolution in place of summed branches, and zeros in place of the others.
+
+    The scale and shift that follow the sum go into the convolution, too.
 
     Args:
         builder: The plan in the making.
-        merge: The branches of one sum.
+        merge: The branches of one sum, with the convolution that stays.
     """
     reads = list(merge.others)
     takes = [Absorption(AbsorbMode.SUM)] * len(merge.others)

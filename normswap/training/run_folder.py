@@ -73,7 +73,15 @@ _FREE_KEYS = (
 
 
 class State(TypedDict):
-    """The tensors from which a run is continued."""
+    """The tensors from which a run is continued.
+
+    Args:
+        model: The network's tensors by name.
+        ema: The averaged weights by name. None if the run keeps no average.
+        optimizer: The optimizer's state dict.
+        scaler: The state dict of the scaler of losses in half precision. None if there is no
+            scaler.
+    """
 
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
