@@ -261,28 +261,34 @@ def _follow(traced: Traced, node: fx.Node) -> End:
         node: The layer's node.
     """
     scale = torch.ones(1, dtype=torch.float64)
+    # The other terms of the sum that the output goes into. Empty before the sum.
     arms: tuple[fx.Node, ...] = ()
+
     while len(traced.users[node]) == 1:
-        user = traced.users[node][0]
-        module = traced.module(user)
-        site = traced.site_at(user)
-        if is_add(user) and not arms:
-            arms = tuple(arm for arm in inputs(user) if arm is not node)
-        elif site is None or len(inputs(user)) != 1:
+        reader = traced.users[node][0]
+        module = traced.module(reader)
+        site = traced.site_at(reader)
+        is_before_sum = not arms
+
+        if is_add(reader) and is_before_sum:
+            arms = tuple(arm for arm in inputs(reader) if arm is not node)
+        elif site is None or len(inputs(reader)) != 1:
             break
-        elif site.is_affine and site.refusal_of_kind is None and not arms:
+        elif is_before_sum and site.is_affine and site.refusal_of_kind is None:
             factor, _ = site.scale_and_shift
             scale = scale.to(factor) * factor
-        elif not isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant)) and (
-            arms or not normalizes(module)
-        ):
+        else:
+            does_nothing = isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant))
+            is_passed_norm = is_before_sum and normalizes(module)
+            if not (does_nothing or is_passed_norm):
+                break
+
+        # A norm may have an activation of its own, as timm's have.
+        activation = None if site is None else site.activation or getattr(module, "act", None)
+        if activation is not None and not isinstance(activation, nn.Identity):
             break
 
-        act = None if site is None else site.activation or getattr(module, "act", None)
-        if act is not None and not isinstance(act, nn.Identity):
-            break
-
-        node = user
+        node = reader
 
     return End(scale, arms)
 

@@ -88,13 +88,16 @@ def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair])
     if not read or len(read) != len(sources):
         return None
 
-    widths = {len(mean) for mean, _ in read}
+    # The terms of a sum count as independent, so their variances are added.
+    means = [mean for mean, _ in read]
+    variances = [var for _, var in read]
+    widths = {len(mean) for mean in means}
     if is_add(node) and len(widths) == 1:
-        (first_mean, first_var), (second_mean, second_var) = read[0], read[1]
-        return first_mean + second_mean, first_var + second_var
+        return means[0] + means[1], variances[0] + variances[1]
     if node.target is torch.cat and [*listed(node)] == sources:
-        return torch.cat([mean for mean, _ in read]), torch.cat([var for _, var in read])
+        return torch.cat(means), torch.cat(variances)
 
+    # Any other operation is followed only if it reads one value.
     if len(read) != 1:
         return None
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):

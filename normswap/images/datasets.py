@@ -671,11 +671,16 @@ def label_map(
         SourceError: Some names are the network's and others are not, or nothing says which output a
             label is.
     """
-    flat = set(labels) == {""}
-    if outputs.count == 0 or (flat and not (needed and outputs.count == 1)):
+    # Images that lie in no class folders have one label, whose name is empty. It can only be the
+    # one output of a network that has one.
+    has_no_folders = set(labels) == {""}
+    is_the_only_class = needed and outputs.count == 1
+    if outputs.count == 0 or (has_no_folders and not is_the_only_class):
         return _without_meaning(labels, outputs, origin, needed=needed)
 
-    for way, output_of in _possible_meanings(labels, outputs).items():
+    # A label may be the name, the number or the WordNet id of a class. The first way in which any
+    # label has a meaning must hold for all.
+    for meaning, output_of in _possible_meanings(labels, outputs).items():
         output_of_label = {label: output_of.get(label) for label in labels}
         strange = [label for label, output in output_of_label.items() if output is None]
         if len(strange) == len(labels):
@@ -705,7 +710,7 @@ def label_map(
             return output_of_number, ""
         return (
             output_of_number,
-            f"labels by {way}: {len(labels)} of the network's {outputs.count} classes",
+            f"labels by {meaning}: {len(labels)} of the network's {outputs.count} classes",
         )
 
     if outputs.names or outputs.count not in (None, len(labels)):

@@ -198,19 +198,23 @@ class Example:
             return batch, None
         if isinstance(batch, Tensor):
             return self.of(batch), None
+        # A dict is the one argument of a network that takes a dict, or else holds the keywords.
         if isinstance(batch, Mapping):
             labels = batch.get("labels")
             if self.args and isinstance(self.args[0], Mapping):
                 return Example((batch,)), labels
-            takes_labels = "labels" in self.kwargs
-            keywords = {name: batch[name] for name in batch if name != "labels" or takes_labels}
+            keywords = dict(batch)
+            if "labels" not in self.kwargs:
+                keywords.pop("labels", None)
             return Example((), keywords), labels
 
         if not isinstance(batch, list | tuple) or not batch:
             return Example((batch,)), None
+        # The list itself may be the network's one argument: a list of images.
         if self.listed and _is_listed(batch):
             return self._around(list(batch)), None
 
+        # Otherwise the arguments come first, and the labels follow.
         count = max(1, len(self.args))
         labels = next(iter(batch[count:]), None)
         if count > 1:
@@ -282,23 +286,27 @@ def form(model: nn.Module) -> Example:
     The images are its first argument, or the argument that it names as its main input. They are a
     tensor, or a list if the annotation says so. Other arguments without a default are given, too.
     """
+    # Empty tensors stand in for the values.
     empty = torch.empty(0)
     positional = _positional(model)
-    named = [each for each in _parameters(model) if each.kind is each.KEYWORD_ONLY]
-    taken = [*positional, *named]
-    if not taken:
+    keyword_only = [each for each in _parameters(model) if each.kind is each.KEYWORD_ONLY]
+    parameters = [*positional, *keyword_only]
+    if not parameters:
         return Example((empty,))
 
-    stated = getattr(model, "main_input_name", None)
-    first = next((each for each in taken if each.name == stated), taken[0])
-    images: object = [empty] if _takes_list(model, first) else empty
-    required = [each for each in taken if each.default is each.empty and each is not first]
+    main_name = getattr(model, "main_input_name", None)
+    main = next((each for each in parameters if each.name == main_name), parameters[0])
+    images: object = [empty] if _takes_list(model, main) else empty
+    required = [each for each in parameters if each.default is each.empty and each is not main]
 
-    if positional and first is positional[0]:
-        keywords: dict[str, object] = {each.name: empty for each in required if each in named}
-        others = len(required) - len(keywords)
-        return Example((images, *[empty] * others), keywords)
-    return Example((), {**{each.name: empty for each in required}, first.name: images})
+    # If the images do not come first, all arguments are given by name.
+    if not positional or main is not positional[0]:
+        by_name: dict[str, object] = {each.name: empty for each in required}
+        return Example((), {**by_name, main.name: images})
+
+    keywords: dict[str, object] = {each.name: empty for each in required if each in keyword_only}
+    further = len(required) - len(keywords)
+    return Example((images, *[empty] * further), keywords)
 
 
 def _positional(model: nn.Module) -> list[inspect.Parameter]:

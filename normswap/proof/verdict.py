@@ -161,6 +161,7 @@ def require_passed(report: Report, scheme: str) -> None:
         raise VerificationError(
             f"nothing proves the result of {scheme}", report.unproved, report.remedy
         )
+    # The result of a scheme that changes the function can only fail by such numbers.
     if not report.exact:
         left_out = spelled("skip", metavar="PATTERN")
         raise WrongResultError(

@@ -77,8 +77,9 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         elif isinstance(module, _ConvTransposeNd) and anatomy.takes_part(str(node.target)):
             reasons.append(f"{node.target} is not standardized: it is a transposed convolution")
 
+    # A layer that is called several times has one reason.
     reasons = list(dict.fromkeys(reasons))
-    for i, (path, module) in enumerate(convolutions.values()):
+    for position, (path, module) in enumerate(convolutions.values()):
         if not anatomy.takes_part(path) or path.startswith(gates) or path == anatomy.classifier:
             continue
 
@@ -88,12 +89,16 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
             reasons.append(f"{path} is not standardized: {why}")
             continue
 
-        is_kept = (i == 0 and stem == "keep") or (
-            own_forwards.is_depthwise(module) and depthwise == "keep"
-        )
+        # Any of the three options may keep a filter's mean.
+        keeps_mean = mean == "keep"
+        if position == 0 and stem == "keep":
+            keeps_mean = True
+        if own_forwards.is_depthwise(module) and depthwise == "keep":
+            keeps_mean = True
+
         linear = builder.linear(path)
         linear.layer = "StandardizedConv"
-        linear.extra = {"mean": is_kept or mean == "keep"}
+        linear.extra = {"mean": keeps_mean}
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
 

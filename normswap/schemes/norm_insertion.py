@@ -49,12 +49,15 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
         path = site.path
         module = site.module
         dims = {} if ghost_batch else dimensions(anatomy, path)
-        same = not ghost_batch
+
+        # A norm of ours is also replaced where torch's own BatchNorm would do.
+        has_same_ghosts = not ghost_batch
         if isinstance(module, SiteNorm):
             becomes_torchs_own = bool(dims) and module.act is None
-            same = module.ghost == ghost_batch and not becomes_torchs_own
+            has_same_ghosts = module.ghost == ghost_batch and not becomes_torchs_own
+
         of_batch = site.statistics_in_training is Statistics.BATCH and not site.is_registered
-        if same and of_batch:
+        if has_same_ghosts and of_batch:
             builder.settle(path, Outcome("kept", "kept"))
         else:
             settings = _settings(anatomy, anatomy.original_path(path))
@@ -176,18 +179,26 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
         keep: Called for each BatchNorm that still stands, with the plan and its site.
         args: Arguments of the new layer.
     """
-    modules = anatomy.traced.modules
+    # The BatchNorms that the network still has.
     norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
     living = [norm.site for norm in norms if anatomy.takes_part(norm.path)]
+
+    # The norms that an earlier conversion took away, by their paths in its source.
     present = {anatomy.original_path(norm.path) for norm in anatomy.norms}
     lost = [
         path
         for path in anatomy.provenance.original_paths
         if path not in present and anatomy.takes_part(path)
     ]
-    now = [anatomy.current_path(path) for path in lost]
-    standing = [path for path in now if _stands_for_a_norm(modules.get(path))]
-    builder = fold_norms(anatomy, leave=[*(site.path for site in living), *standing])
+
+    # Layers that took the place of a norm are not folded, since the new norm is made from them.
+    unfolded = [site.path for site in living]
+    for original_path in lost:
+        path = anatomy.current_path(original_path)
+        if _stands_for_a_norm(anatomy.traced.modules.get(path)):
+            unfolded.append(path)
+    builder = fold_norms(anatomy, leave=unfolded)
+
     for site in living:
         if site.refusal is not None:
             builder.refusals[site.path] = site.refusal

@@ -145,19 +145,20 @@ def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None
     traced = builder.traced
     users = traced.users[block.total]
 
+    # Only a module that is called once, such as a ReLU, can hold the factor: act(a x) = a act(x).
     module = traced.module(users[0]) if len(users) == 1 else None
     if module is None or not is_homogeneous(module) or len(traced.calls[id(module)]) > 1:
         if block.order == "post" and not propagates_scale(builder, users[0]):
             raise NotFoldable("a factor of the sum cannot pass the activation that follows")
         return None
+    activation = users[0]
 
-    after = traced.users[users[0]]
-    removed = (
-        len(after) == 1
-        and builder.removes(str(after[0].target))
-        and scales_branch(traced.module(after[0]))
-    )
-    if removed:
-        return users[0], str(after[0].target)
+    # A scalar that an earlier conversion placed behind the activation gives its place to the new
+    # one.
+    readers = traced.users[activation]
+    if len(readers) == 1:
+        reader_path = str(readers[0].target)
+        if builder.removes(reader_path) and scales_branch(traced.module(readers[0])):
+            return activation, reader_path
 
-    return users[0], str(users[0].target)
+    return activation, str(activation.target)

@@ -191,9 +191,11 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> lis
         texts.append(
             f"lr {level} are level: none is the best; more seeds or images tell them apart"
         )
-    for best in (line for line in rates if line.best):
-        least = (best.mean or 0.0) - (best.std or 0.0)
-        good = [line.lr for line in rates if line.full and (line.mean or 0.0) >= least]
+    for line in rates:
+        if not line.best:
+            continue
+        least = (line.mean or 0.0) - (line.std or 0.0)
+        good = [other.lr for other in rates if other.full and (other.mean or 0.0) >= least]
         if len(good) > 1:
             texts.append(
                 f"good rates: {good[0]:g} to {good[-1]:g}, within one standard deviation of the"
