@@ -170,16 +170,18 @@ def by_role(model: nn.Module, assignments: Iterable[Assignment]) -> list[Body]:
         key = (assignment.role, assignment.decay, assignment.reason)
         sizes.setdefault(key, []).append(model.get_parameter(assignment.path).numel())
 
-    return [
-        {
-            "role": role,
-            "decay": decay,
-            "reason": reason,
-            "tensors": len(values),
-            "values": sum(values),
-        }
-        for (role, decay, reason), values in sizes.items()
-    ]
+    records: list[Body] = []
+    for (role, decay, reason), sizes_of_role in sizes.items():
+        records.append(
+            {
+                "role": role,
+                "decay": decay,
+                "reason": reason,
+                "tensors": len(sizes_of_role),
+                "values": sum(sizes_of_role),
+            }
+        )
+    return records
 
 
 def param_groups(
@@ -347,17 +349,17 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
 
     # A norm may stand at several paths, and the anatomy names one of them.
     by_identity = {id(twin.get_submodule(path)): role for path, role in gammas.items()}
-    gammas = {
-        path: by_identity[id(module)]
-        for path, module in nn.Module.named_modules(twin, remove_duplicate=False)
-        if id(module) in by_identity
-    }
-    tuned = {
-        conv_path: gammas[norm_path]
-        for conv_path, norm_path in _tuned_norms(model).items()
-        if norm_path in gammas
-    }
-    return gammas | tuned
+    gammas = {}
+    for path, module in nn.Module.named_modules(twin, remove_duplicate=False):
+        if id(module) in by_identity:
+            gammas[path] = by_identity[id(module)]
+
+    # A convolution in tune mode has the role of the norm that it absorbed.
+    convolutions: dict[str, str] = {}
+    for conv_path, norm_path in _tuned_norms(model).items():
+        if norm_path in gammas:
+            convolutions[conv_path] = gammas[norm_path]
+    return gammas | convolutions
 
 
 def _tuned_norms(model: nn.Module) -> dict[str, str]:

@@ -71,7 +71,7 @@ def first_images(model: nn.Module, batches: Iterable[object], count: int) -> Ite
 def _check_images(example: Example, index: int) -> None:
     """Raise SourceError if batch number `index` holds no images, or values that are not finite."""
     tensors = example.tensors()
-    floats = [t for t in tensors if t.is_floating_point()]
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not tensors or (not example.listed and example.images.ndim < 2):
         remedy = "Give them as the network takes them, for instance (N, C, H, W), normalized"
         types = ", ".join(sorted({str(tensor.dtype) for tensor in tensors})) or "none"
@@ -79,7 +79,7 @@ def _check_images(example: Example, index: int) -> None:
             f"calibration batch {index} is no batch of images", f"its types are: {types}", remedy
         )
 
-    if not all(bool(torch.isfinite(t).all()) for t in floats):
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in floats):
         raise SourceError(
             f"calibration batch {index} has values that are not finite", "NaN or infinite pixels"
         )

@@ -234,12 +234,15 @@ class Kernel:
             damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
-        """Return the weights V (G, o, f); `regress` has the formula.
+        """Return V = (B + damp prior) (C + damp I)^-1 for the covariance C that was factored, (G, o,
+        f).
+
+        With `zero_sum` u, V is projected so that V u = 0.
 
         Args:
             cross: The covariance B of y with x, (G, o, f).
             prior: The weights towards which V shrinks, (G, o, f).
-            zero_sum: The vector u (G, f) for which V u = 0 must hold. None asks for nothing.
+            zero_sum: The vector u (G, f). None asks for nothing.
         """
         weight = torch.cholesky_solve((cross + self.damp * prior).mT, self.factor).mT
         if zero_sum is not None:

@@ -29,6 +29,11 @@ SIZE = ""
 LARGE = 2**20
 
 
+def _operations(nodes: Iterable[fx.Node]) -> list[tuple[str, str]]:
+    """Return the name and the target of every node, by which two records are compared."""
+    return [(node.name, str(node.target)) for node in nodes]
+
+
 class Interpreter:
     """One network that is run node by node.
 
@@ -66,12 +71,8 @@ class Interpreter:
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)
-            new_path, first_path = (
-                [(node.name, str(node.target)) for node in nodes]
-                for nodes in (record.nodes, self.nodes)
-            )
-            if new_path != first_path:
-                why = "the way depends on how many there are, too" * example.listed
+            if _operations(record.nodes) != _operations(self.nodes):
+                why = "the way depends on how many there are, too" if example.listed else ""
                 raise SourceError(
                     f"images of size {example} take another way through the network", why
                 )

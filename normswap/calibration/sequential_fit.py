@@ -103,11 +103,9 @@ def refit(
             [source, result], batches, mirrored=MIRRORED if mirrored is None else mirrored
         )
         pair = lockstep.interpreters
-        layers = [
-            layer
-            for layer in fittable_layers(*(interpreter.traced for interpreter in pair))
-            if only(layer[2])
-        ]
+        their_interpreter, our_interpreter = pair
+        fittable = fittable_layers(their_interpreter.traced, our_interpreter.traced)
+        layers = [layer for layer in fittable if only(layer[2])]
 
         for number, (theirs, ours, path, module) in enumerate(layers):
             place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)

@@ -56,9 +56,11 @@ def choose_factors(
         return x[:, :, places].transpose(0, 1).flatten(1).float().cpu()
 
     parts = observed(target, layers, first_images(target, batches, MOST), some_values)
-    values = {
-        path: x for path, joined in parts.items() if (x := torch.cat(joined, 1)).shape[1] >= ENOUGH
-    }
+    values: dict[str, Tensor] = {}
+    for path, tensors in parts.items():
+        x = torch.cat(tensors, 1)
+        if x.shape[1] >= ENOUGH:
+            values[path] = x
     if len(values) < len(layers):
         generator.manual_seed(0)
         parts = observed(target, layers, dead_leaves(target, example, layers), some_values)

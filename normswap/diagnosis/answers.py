@@ -51,11 +51,13 @@ def _floating_outputs(model: nn.Module, call: Example) -> list[Tensor]:
     """Return the floating-point outputs that have a row for each image of the batch."""
     with undisturbed(model):
         named = named_tensors(call.map(torch.clone).call(model))
-    return [
-        value
-        for _, value in named
-        if value.is_floating_point() and value.shape[:1] == (call.count,)
-    ]
+
+    outputs: list[Tensor] = []
+    for _, value in named:
+        has_a_row_each = value.shape[:1] == (call.count,)
+        if value.is_floating_point() and has_a_row_each:
+            outputs.append(value)
+    return outputs
 
 
 def tells_images_apart(case: Case, share: float = _ANSWERS_VARY) -> bool:

@@ -222,10 +222,14 @@ class Case:
             renewed = [population.norms_of(self.renewed(calls)) for calls in self.images.parts]
         except NormswapError:
             return []
-        return [
-            {path: site_of(norm.module.cpu()).input_moments for path, norm in norms.items()}
-            for norms in renewed
-        ]
+
+        moments_by_part = []
+        for norms in renewed:
+            moments = {
+                path: site_of(norm.module.cpu()).input_moments for path, norm in norms.items()
+            }
+            moments_by_part.append(moments)
+        return moments_by_part
 
     def renewed(self, calls: Sequence[Example]) -> nn.Module:
         """Return a copy of the network with the statistics of these images."""

@@ -90,18 +90,21 @@ def fused(case: Case) -> Iterator[Finding]:
     if record.arch.kwargs.get("fused"):
         bare = zoo.skeleton(replace(record.arch, kwargs={**record.arch.kwargs, "fused": False}))
 
+    # The norms that the architecture has and the network has not.
     built_names = bare.state_dict().keys()
     names = case.model.state_dict().keys()
-    gone = sorted(
-        name.removesuffix(".running_mean")
-        for name in built_names - names
-        if name.endswith(".running_mean")
-    )
-    new_biases = [
-        name
-        for name in names - built_names
-        if name.endswith("bias") and f"{name.removesuffix('bias')}weight" in built_names
-    ]
+    gone: list[str] = []
+    for name in built_names - names:
+        if name.endswith(".running_mean"):
+            gone.append(name.removesuffix(".running_mean"))
+    gone.sort()
+
+    # The biases that the network has and the architecture has not.
+    new_biases: list[str] = []
+    for name in names - built_names:
+        has_weight = f"{name.removesuffix('bias')}weight" in built_names
+        if name.endswith("bias") and has_weight:
+            new_biases.append(name)
     if gone and new_biases:
         yield Finding(
             "fused",

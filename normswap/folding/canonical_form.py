@@ -65,12 +65,13 @@ def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
 
 def _bake(builder: PlanBuilder) -> None:
     """Plan a plain layer for every linear layer whose weight is computed at each step."""
-    paths = [
-        str(node.target)
-        for node in builder.traced.nodes
-        if isinstance(builder.traced.module(node), LINEAR)
-    ]
-    for path in propagation.distinct(builder.traced.modules, list(dict.fromkeys(paths))):
+    paths: list[str] = []
+    for node in builder.traced.nodes:
+        path = str(node.target)
+        if isinstance(builder.traced.module(node), LINEAR) and path not in paths:
+            paths.append(path)
+
+    for path in propagation.distinct(builder.traced.modules, paths):
         linear = builder.traced.modules[path]
         if not reparametrized.is_reparametrized(linear) or not builder.anatomy.takes_part(path):
             continue

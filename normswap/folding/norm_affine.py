@@ -37,11 +37,11 @@ def foldable_norms(anatomy: Anatomy) -> dict[str, Site]:
 
 def move(builder: PlanBuilder) -> None:
     """Move gamma and beta of every norm to the linear layers after it, where that is exact."""
-    norms = {
-        path: norm
-        for path, norm in foldable_norms(builder.anatomy).items()
-        if list(nn.Module.parameters(norm.module))
-    }
+    # A norm without parameters has nothing to move.
+    norms: dict[str, Site] = {}
+    for path, norm in foldable_norms(builder.anatomy).items():
+        if list(nn.Module.parameters(norm.module)):
+            norms[path] = norm
     if not norms:
         return
 

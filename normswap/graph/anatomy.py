@@ -236,22 +236,21 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
     # A pattern must name something that a conversion can change.
     convertible = {id(modules[block.path.partition("+")[0]]) for block in anatomy.blocks}
     convertible |= {id(modules[norm.path]) for norm in anatomy.norms}
-    paths = [
-        path
-        for path, module in modules.items()
-        if id(module) in convertible or isinstance(module, LINEAR)
-    ]
+    paths: list[str] = []
+    for path, module in modules.items():
+        if id(module) in convertible or isinstance(module, LINEAR):
+            paths.append(path)
     _check_patterns("only", only, paths)
     _check_patterns("skip", skip, paths)
 
     # A module with several paths is named if one of them is.
     skipped = _named_modules(modules, skip)
     taken = _named_modules(modules, only)
-    outside = {
-        path
-        for path, module in modules.items()
-        if id(module) in skipped or (only and id(module) not in taken)
-    }
+    outside: set[str] = set()
+    for path, module in modules.items():
+        is_left_out = bool(only) and id(module) not in taken
+        if is_left_out or id(module) in skipped:
+            outside.add(path)
     return replace(anatomy, outside=frozenset(outside))
 
 
@@ -278,11 +277,11 @@ def _parents(path: str) -> list[str]:
 
 def _named_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
     """Return the ids of the modules that any of the patterns names."""
-    return {
-        id(module)
-        for path, module in modules.items()
-        if any(matches(pattern, path) for pattern in patterns)
-    }
+    named: set[int] = set()
+    for path, module in modules.items():
+        if any(matches(pattern, path) for pattern in patterns):
+            named.add(id(module))
+    return named
 
 
 def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
@@ -297,13 +296,14 @@ def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
 
         parents = _parents(path)
         # The widest patterns come first: each module above, then this name below any parent.
-        candidates = [*parents, *(f"*{path[len(parent) :]}" for parent in parents[-1:])]
-        fitting = (
-            candidate
-            for candidate in candidates
-            if not any(matches(candidate, other) for other in others)
-        )
-        chosen.append(next(fitting, path))
+        candidates = [*parents]
+        if parents:
+            candidates.append(f"*{path.removeprefix(parents[-1])}")
+        candidates.append(path)
+        for candidate in candidates:
+            if candidate == path or not any(matches(candidate, other) for other in others):
+                chosen.append(candidate)
+                break
     return chosen
 
 

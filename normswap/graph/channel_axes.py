@@ -189,11 +189,11 @@ class _LabelReader:
             if labels is not None:
                 self.labels[node] = labels
 
-        return {
-            self.node_of[node]: _axis(label, node.meta["shape"])
-            for node, label in self.labels.items()
-            if isinstance(label, _Label)
-        }
+        axes: Axes = {}
+        for node, label in self.labels.items():
+            if isinstance(label, _Label):
+                axes[self.node_of[node]] = _axis(label, node.meta["shape"])
+        return axes
 
     def _label(self, node: fx.Node, shape: object) -> _Labels | None:
         """Return the labels of the node's value, or None if its channels are not known.
@@ -374,10 +374,10 @@ def _axis(label: _Label, shape: torch.Size) -> Axis:
 
     The dimension of the axis is the last one that has the label's size and stride.
     """
-    fitting = [
-        i
-        for i in range(len(shape))
-        if shape[i] == label.size and math.prod(shape[i + 1 :]) == label.stride
-    ]
-    dim = next(reversed(fitting), None)
+    dim: int | None = None
+    for candidate, size in enumerate(shape):
+        # In a dense tensor, a dimension's stride is the product of the sizes behind it.
+        stride = math.prod(shape[candidate + 1 :])
+        if size == label.size and stride == label.stride:
+            dim = candidate
     return Axis(size=label.size, dim=dim, last=dim == len(shape) - 1, pure=label.pure)

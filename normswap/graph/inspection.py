@@ -129,8 +129,11 @@ class _GraphReader(NodeReader):
             return None
 
         # Count the linear layers on each arm behind the fork.
-        arms = {arm: self.on(self.traced.above(arm) & ~common) for arm in (first, second)}
-        linears = {arm: sum(self.is_linear(node) for node in arms[arm]) for arm in arms}
+        arms: dict[fx.Node, list[fx.Node]] = {}
+        linears: dict[fx.Node, int] = {}
+        for arm in (first, second):
+            arms[arm] = self.on(self.traced.above(arm) & ~common)
+            linears[arm] = sum(map(self.is_linear, arms[arm]))
         skip, branch = sorted((first, second), key=lambda arm: linears[arm])
         if linears[skip] == linears[branch] or linears[skip] > 1:
             # Parallel branches (RepVGG) and fusions (HRNet) have no arm that is the skip.

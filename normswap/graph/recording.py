@@ -180,11 +180,11 @@ def _record_given(
         traced = record_once(model, example)
 
     pair = batches[0].first(2)
-    other_sizes = [
-        batch.first(2)
-        for batch in batches
-        if batch.images.shape[1:] != example.images.shape[1:] and str(batch) != str(example)
-    ]
+    other_sizes: list[Example] = []
+    for batch in batches:
+        has_other_size = batch.images.shape[1:] != example.images.shape[1:]
+        if has_other_size and str(batch) != str(example):
+            other_sizes.append(batch.first(2))
     return traced, example, [*other_sizes[:1], *_resized(pair), pair]
 
 
@@ -450,15 +450,13 @@ def _does_not_run(
     if failed_path:
         headline += f", at {failed_path}"
 
-    tensors = [
-        tensor
-        for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model))
-        if tensor.is_floating_point() or tensor.is_complex()
-    ]
-    # Mixed dtypes are the likely cause. A dictionary keeps their order.
-    dtypes = {
-        str(tensor.dtype).removeprefix("torch."): None for tensor in (*tensors, example.images)
-    }
+    # Mixed dtypes are the likely cause.
+    dtypes: list[str] = []
+    for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model), example.images):
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (is_number or tensor is example.images) and dtype not in dtypes:
+            dtypes.append(dtype)
     if len(dtypes) > 1:
         why = f"the network and its input are of {' and '.join(dtypes)}: {reason(error)}"
         return TraceError(headline, why, "Cast them to one: model.float(), x.float()")
@@ -502,13 +500,8 @@ def _is_one(factor: object) -> bool:
 def reason(error: Exception) -> str:
     """Return an error's message, with the last line of the user's own code that led to it."""
     message = first_line(error)
-    user_frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_LIBRARY_FOLDERS)
-    ]
-    if not user_frames:
-        return message
-
-    last = user_frames[-1]
-    return f"{message} (at {last.filename}:{last.lineno}, `{last.line}`)"
+    # The innermost frame comes last.
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_LIBRARY_FOLDERS):
+            return f"{message} (at {frame.filename}:{frame.lineno}, `{frame.line}`)"
+    return message

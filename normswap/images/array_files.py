@@ -50,10 +50,10 @@ class Arrays(Dataset[object]):
         self, files: Sequence[Path], inputs: Mapping[str, tuple[Sequence[int], str]]
     ) -> None:
         samples = [_read_samples(file, inputs) for file in files]
+        self.tensors: dict[str, Tensor] = {}
         try:
-            self.tensors = {
-                name: torch.cat([sample[name] for sample in samples]) for name in samples[0]
-            }
+            for name in samples[0]:
+                self.tensors[name] = torch.cat([sample[name] for sample in samples])
         except RuntimeError as error:
             raise SourceError(
                 f"the files of {files[0].parent} differ in shape", first_line(error)

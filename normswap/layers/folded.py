@@ -124,12 +124,13 @@ class Folded(PlannedLayer):
             RefusedError: The layer absorbed two norms behind it, or one before it.
         """
         takes = fold_options.get("takes", ())
-        norms_after = [
-            (module, absorption.channels)
-            for module, absorption in zip(reads, takes, strict=True)
-            if absorption.way is AbsorbMode.AFTER
-        ]
-        takes_before = any(absorption.way is AbsorbMode.BEFORE for absorption in takes)
+        norms_after: list[tuple[nn.Module, tuple[int, int] | None]] = []
+        takes_before = False
+        for module, absorption in zip(reads, takes, strict=True):
+            if absorption.way is AbsorbMode.AFTER:
+                norms_after.append((module, absorption.channels))
+            elif absorption.way is AbsorbMode.BEFORE:
+                takes_before = True
         if len(norms_after) > 1 or takes_before:
             raise RefusedError("cannot unfold", "it took in more than one norm")
 

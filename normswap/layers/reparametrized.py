@@ -213,13 +213,10 @@ def plain(module: Linearity) -> Linearity:
     # The constructors of these classes differ, so the attributes are moved to a bare instance.
     kind = plain_class(twin)
     new = kind.__new__(kind)
-    moved = {
-        name: value
-        for name, value in vars(twin).items()
-        if name not in ("_parameters", "_buffers", "_modules", *_STALE)
-    }
+    for name, value in vars(twin).items():
+        if name not in ("_parameters", "_buffers", "_modules", *_STALE):
+            new.__dict__[name] = value
     children = {name: child for name, child in twin._modules.items() if name not in _STALE}
-    new.__dict__.update(moved)
     new.__dict__.update(
         _parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict()
     )

@@ -318,15 +318,25 @@ def small(size: Sequence[int]) -> list[tuple[int, ...]]:
     channels, *sides = size
     if len(sides) != 2:
         return []
-    reduced = [(channels, *(min(side, limit) for side in sides)) for limit in (64, 97)]
-    return [shape for shape in dict.fromkeys(reduced) if shape != tuple(size)]
+
+    height, width = sides
+    smaller: list[tuple[int, ...]] = []
+    for limit in (64, 97):
+        shape = (channels, min(height, limit), min(width, limit))
+        if shape != tuple(size) and shape not in smaller:
+            smaller.append(shape)
+    return smaller
 
 
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     """Return the sizes of one input that may be right, the likeliest first."""
     stated = stated_size(model)
+    # The size that the first layer takes. A linear layer says only its number of features.
     first = _first_layer(model)
-    sizes = list(filter(None, [stated]))
+
+    sizes: list[tuple[int, ...]] = []
+    if stated:
+        sizes.append(stated)
     if first and stated and len(first) == len(stated):
         sizes.append((first[0], *stated[1:]))
     elif first:
@@ -334,11 +344,17 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
 
     channels = (first or stated or (3,))[0]
     if first and len(first) == 1:
-        linear = (each for each in nn.Module.modules(model) if isinstance(each, nn.Linear))
-        rows = next((each.out_features for each in linear), 1)
-        sizes += [(rows, *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
-    if len(first or (3, 0, 0)) == 3:
-        sizes += [(channels, side, side) for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512)]
+        features = 1
+        for module in nn.Module.modules(model):
+            if isinstance(module, nn.Linear):
+                features = module.out_features
+                break
+        sizes += [(features, *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
+    if not first or len(first) == 3:
+        for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512):
+            sizes.append((channels, side, side))
+
+    # Each size once, in this order.
     return list(dict.fromkeys(sizes))
 
 

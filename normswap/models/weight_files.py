@@ -232,11 +232,11 @@ def _unwrapped(content: object, file: Path) -> StateDict:
 
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
-    strangers = [
-        _shown_key(key)
-        for key, value in content.items()
-        if not isinstance(key, str | int) or not (isinstance(value, Tensor) or _is_extra(str(key)))
-    ]
+    strangers: list[str] = []
+    for key, value in content.items():
+        is_name = isinstance(key, str | int)
+        if not is_name or not (isinstance(value, Tensor) or _is_extra(str(key))):
+            strangers.append(_shown_key(key))
     if strangers or not content:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {first_few(strangers)}")
 

@@ -193,9 +193,10 @@ def both(
 
 
 def outputs_double(model: nn.Module, example: Example) -> Outputs:
-    """Return the outputs in float64: by parts, or of a copy.
+    """Return the network's outputs in float64.
 
-    A copy is made where a forward reads another module's tensors.
+    If possible, one module at a time gets float64 tensors, so that the network never exists twice.
+    Otherwise, where a forward reads another module's tensors, a copy in float64 is run.
 
     Args:
         model: The network, in its own dtype.

@@ -171,8 +171,9 @@ def changed(scheme: str, options: Options) -> Options:
         defaults = get(scheme).defaults
     except OptionError:
         return options
-    return {
-        name: value
-        for name, value in options.items()
-        if name not in defaults or defaults[name] != value
-    }
+
+    others: dict[str, object] = {}
+    for name, value in options.items():
+        if name not in defaults or defaults[name] != value:
+            others[name] = value
+    return others

@@ -148,15 +148,12 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
 
     # Norms that are gone because a convolution has absorbed them.
     for edit in anatomy.provenance.plan.edits:
-        after = [
-            read
-            for read, absorption in edit.absorbed
-            if absorption.way in (AbsorbMode.AFTER, AbsorbMode.NORM)
-        ]
-        lost = [read for read in after if isinstance(modules.get(read), Vacant)]
-        absorbed.setdefault(edit.path, []).extend(
-            path for path in lost if path not in absorbed.get(edit.path, ())
-        )
+        norms_of_conv = absorbed.setdefault(edit.path, [])
+        for path, absorption in edit.absorbed:
+            follows = absorption.way in (AbsorbMode.AFTER, AbsorbMode.NORM)
+            is_gone = isinstance(modules.get(path), Vacant)
+            if follows and is_gone and path not in norms_of_conv:
+                norms_of_conv.append(path)
 
     convolutions: dict[str, list[str]] = {}
     for conv, paths in absorbed.items():
@@ -228,8 +225,10 @@ def dimensions(anatomy: Anatomy, path: str) -> Body:
     BatchNorm for it.
     """
     module = anatomy.traced.modules.get(path)
-    shapes = [call.meta.get("shape") for call in anatomy.traced.calls.get(id(module), ())]
-    counts = {len(shape) if isinstance(shape, torch.Size) else 0 for shape in shapes}
+    counts: set[int] = set()
+    for call in anatomy.traced.calls.get(id(module), ()):
+        shape = call.meta.get("shape")
+        counts.add(len(shape) if isinstance(shape, torch.Size) else 0)
     if len(counts) != 1 or not counts <= OF_TORCH.keys():
         return {}
     return {"dims": counts.pop()}

@@ -6,7 +6,7 @@ stays with the norm; beta goes into the linear layers after it. The features bet
 their mean, so a network in which anything but a LayerNorm reads that mean is refused.
 """
 
-import itertools
+from torch import fx
 
 from normswap.errors import RefusedError, spelled
 from normswap.folding import norm_affine, residual_stream
@@ -22,12 +22,10 @@ from normswap.sites.site import Site
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
     """Plan an RMSNorm in place of every LayerNorm."""
-    norms = {
-        path: site
-        for path, site in norm_affine.foldable_norms(anatomy).items()
-        if site.is_layernorm
-    }
-
+    norms: dict[str, Site] = {}
+    for path, site in norm_affine.foldable_norms(anatomy).items():
+        if site.is_layernorm:
+            norms[path] = site
     if not norms:
         remedy = f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
         raise RefusedError("the network has no LayerNorm", remedy=remedy)
@@ -61,14 +59,22 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
 
     path = norm.path
     calls = builder.traced.calls[id(norm.module)]
-    values = list(itertools.chain.from_iterable(inputs(call) for call in calls))
-    if new := [value for value in values if not any(value in stream.values for stream in streams)]:
+    values: list[fx.Node] = []
+    for call in calls:
+        values += inputs(call)
+
+    # Inputs that belong to no stream so far begin a new one.
+    centred: set[fx.Node] = set()
+    for stream in streams:
+        centred.update(stream.values)
+    uncentred = [value for value in values if value not in centred]
+    if uncentred:
         try:
-            streams.append(residual_stream.around(builder, new))
+            streams.append(residual_stream.around(builder, uncentred))
         except NotFoldable as why:
             raise NotFoldable(f"its input must keep its mean: {why}") from None
 
-    role = next(n.role for n in builder.anatomy.norms if n.path == path)
+    role = next(other.role for other in builder.anatomy.norms if other.path == path)
     # Users take the input of the last norm as features, except where a class token is joined with
     # the other tokens just before the norm.
     if (

@@ -87,12 +87,12 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     """
     check_blocks(anatomy)
 
+    # The ends of branches that have such a scalar from an earlier conversion. They stay.
     modules = anatomy.traced.modules
-    scaled = {
-        block.tail
-        for block in anatomy.included_blocks
-        if block.tail and _stays(modules[block.tail], bias)
-    }
+    scaled: set[str] = set()
+    for block in anatomy.included_blocks:
+        if block.tail and _stays(modules[block.tail], bias):
+            scaled.add(block.tail)
 
     builder = fold_norms(anatomy, leave=scaled)
     for block in anatomy.included_blocks:
@@ -107,12 +107,15 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             _rescale(builder, block.tail, value, with_bias)
             continue
 
+        # A branch without a learned scalar gets its own deviation as the first value.
         if not _learns(old):
             alpha = _normalize(builder, block)
+        # A learned scalar whose bias moves into the branch's last convolution gives its value on.
+        # The gamma of that convolution has learned too, so it is no longer the branch's deviation.
         elif builder.removes(block.tail):
-            # gamma and alpha have both learned, so gamma is no longer the branch's deviation.
             alpha = old.alpha.item()
             _divide(builder, *last_linear(builder, block.branch, block.total), alpha)
+        # The bias cannot move, so the scalar stays with it.
         else:
             builder.notes.append(
                 f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}"

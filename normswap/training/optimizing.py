@@ -376,6 +376,7 @@ class Objective:
         """
         output = model(images)
         loss = torch.zeros((), device=images.device)
+        # `labels` and `distill.weight` are the weights of the two losses, of which either may be 0.
         if self.labels:
             loss = self.labels * F.cross_entropy(scores(output), target, label_smoothing=smoothing)
         if self.distill and self.teacher:

@@ -170,11 +170,12 @@ class Folder:
         names = {path.name for path in self.place.iterdir()}
         for name in sorted(names):
             path = self.place / name
-            kind_fits = name in _NAMES and path.is_dir() is _NAMES[name]
-            files = (self.place / other for other in _NAMES)
-            if path.is_symlink() or not (
-                kind_fits or any(left_behind.is_unfinished(path, file) for file in files)
-            ):
+            is_of_a_run = name in _NAMES and path.is_dir() is _NAMES[name]
+            # A killed process leaves files and folders that were not finished.
+            is_unfinished = any(
+                left_behind.is_unfinished(path, self.place / other) for other in _NAMES
+            )
+            if path.is_symlink() or not (is_of_a_run or is_unfinished):
                 return name
         return self._out_of_order(names) or self._foreign_state() or self._later_row()
 
