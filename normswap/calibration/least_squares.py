@@ -234,8 +234,7 @@ class Kernel:
             damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
-        """Return V = (B + damp prior) (C + damp I)^-1 for the covariance C that was factored, (G, o,
-        f).
+        """Return V = (B + damp prior) (C + damp I)^-1 for the covariance C, (G, o, f).
 
         With `zero_sum` u, V is projected so that V u = 0.
 
