@@ -263,7 +263,11 @@ class Plan:
         return {"version": VERSION, "steps": [asdict(step) for step in self.steps]}
 
     def to_json(self, indent: int | None = None) -> str:
-        """Return the plan as JSON, with its digest."""
+        """Return the plan as JSON, with its digest.
+
+        Args:
+            indent: The number of spaces of a level. None writes everything in one line.
+        """
         body = self._body()
         if self.made_for:
             body["made_for"] = self.made_for
@@ -317,7 +321,12 @@ class Plan:
 
 
 def _located(origin: str, reason: str) -> str:
-    """Return the sentence of an error: a key of the plan is written behind the plan's name."""
+    """Return the sentence of an error: a key of the plan is written behind the plan's name.
+
+    Args:
+        origin: The plan's name.
+        reason: The reason, which may begin with a key of the plan.
+    """
     key, colon, _ = reason.partition(": ")
     names_key = bool(colon) and " " not in key
     if not names_key:
@@ -326,7 +335,12 @@ def _located(origin: str, reason: str) -> str:
 
 
 def _check_counts(steps: tuple[Step, ...], origin: str) -> None:
-    """Raise PlanError for more steps, or more layers in a chain, than a conversion ever has."""
+    """Raise PlanError for more steps, or more layers in a chain, than a conversion ever has.
+
+    Args:
+        steps: The steps of the plan.
+        origin: The plan's name, for the message.
+    """
     if len(steps) > MOST_STEPS:
         raise PlanError(f"{origin} has {len(steps)} steps", f"at most {MOST_STEPS} are carried out")
 

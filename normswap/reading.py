@@ -72,6 +72,10 @@ def file_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
 def file_text(file: Path, most: int = MOST_BYTES) -> str:
     """Return the text of a UTF-8 file.
 
+    Args:
+        file: The path of the file.
+        most: The largest number of bytes.
+
     Raises:
         UnreadableError: The file is no UTF-8, or cannot be read (`file_bytes`).
     """
@@ -212,7 +216,13 @@ def _where(place: _Place) -> str:
 
 
 def _check_value(value: object, place: _Place, *, finite: bool) -> None:
-    """Refuse a value that is no text, bounded number, boolean, date or null."""
+    """Refuse a value that is no text, bounded number, boolean, date or null.
+
+    Args:
+        value: The value.
+        place: The keys that lead to the value, for the message.
+        finite: Whether NaN and infinity are refused.
+    """
     if isinstance(value, str):
         if not _is_text(value):
             raise UnreadableError(f"{_where(place)} is no valid text")

@@ -107,7 +107,11 @@ class Moments:
             self.xy += y.transpose(1, 2) @ x
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of the rows of both, which must be about the same points."""
+        """Return the moments of the rows of both.
+
+        Args:
+            other: Moments about the same points.
+        """
         self.flush()
         other.flush()
         sums = {

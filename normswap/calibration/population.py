@@ -144,7 +144,12 @@ def estimate_population(
 
 
 def _add(sums: _Sums, more: _Sums) -> None:
-    """Add the sums of a batch to those of earlier batches, in place."""
+    """Add the sums of a batch to those of earlier batches, in place.
+
+    Args:
+        sums: The sums so far, by norm.
+        more: The sums of the batch, by norm.
+    """
     for path, (moments, number) in more.items():
         if path in sums:
             earlier, count = sums[path]

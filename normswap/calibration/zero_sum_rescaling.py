@@ -217,7 +217,13 @@ class _Moments:
     def look(
         self, layer: nn.modules.conv._ConvNd, args: tuple[Tensor, ...], output: Tensor
     ) -> None:
-        """Add a call of the convolution to the moments: a forward hook."""
+        """Add the inputs and outputs of a convolution's call to the moments. It is a forward hook.
+
+        Args:
+            layer: The convolution.
+            args: The arguments of the call.
+            output: The output of the call.
+        """
         read, written = patches(layer, args[0], output, PLACES, self.generator)
         # A filter's mean multiplies the sum over the kernel's positions of each input channel.
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)

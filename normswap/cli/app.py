@@ -126,7 +126,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 def _without_values(params: Clicks) -> Clicks:
-    """Return a command's parameters, of which flags have no placeholder of a value in --help."""
+    """Remove the placeholder of a value from flags, which take none, and return all parameters."""
     for option in params:
         if getattr(option, "is_flag", False):
             option.metavar = ""

@@ -23,7 +23,12 @@ _ANSWERS_VARY = 0.95
 
 @torch.no_grad()
 def outputs(model: nn.Module, call: Example) -> Tensor:
-    """Return all floating-point outputs of a network for a batch, as (N, numbers) in float64."""
+    """Return all floating-point outputs of a network for a batch, as (N, numbers) in float64.
+
+    Args:
+        model: The network.
+        call: The batch.
+    """
     rows = [torch.zeros(call.count, 0, dtype=torch.float64)]
     for value in _floating_outputs(model, call):
         rows.append(value.double().cpu().reshape(call.count, -1))
@@ -76,7 +81,12 @@ def tells_images_apart(case: Case, share: float = _ANSWERS_VARY) -> bool:
 
 
 def _variation(model: nn.Module, calls: Sequence[Example]) -> float:
-    """Return how much answers differ between images, as a share of their size (0 if none)."""
+    """Return how much answers differ between images, as a share of their size (0 if none).
+
+    Args:
+        model: The network.
+        calls: The images.
+    """
     answers = torch.cat([outputs(model, call) for call in calls])
     return float((answers - answers.mean(0)).norm() / answers.norm().clamp_min(1e-30))
 

@@ -367,6 +367,10 @@ def _many_small_drifts(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
     """Find statistics that are each a little off, and together change the answers.
 
     Pruning the weights, or measuring the statistics on few images, has this effect.
+
+    Args:
+        case: The network that is diagnosed.
+        drifts: The drift of each norm.
     """
     if case.images is None or not drifts:
         return

@@ -344,7 +344,12 @@ def rule(
 
 
 def with_exception(evidence: str, unless: str) -> str:
-    """Return evidence, followed by the past of a sound network that leaves the same numbers."""
+    """Return evidence, followed by the past that explains the same numbers in a sound network.
+
+    Args:
+        evidence: What was seen.
+        unless: The past, as the end of a sentence that begins with "No fault if". It may be empty.
+    """
     return f"{evidence}. No fault if {unless}" if unless else evidence
 
 

@@ -239,6 +239,10 @@ def _as_pixels(images: Tensor, present: _Preparation) -> Iterator[tuple[Tensor, 
     """Yield other readings of images as pixels in 0..1, each with how the images were given.
 
     The images may not have been normalized, or in another way than the network states.
+
+    Args:
+        images: The images as they were given, (N, C, H, W).
+        present: The preparation that the network states.
     """
     least, most = images.aminmax()
     if least >= 0 and most <= 1:
@@ -288,7 +292,12 @@ def _fits_all_norms(case: Case, images: Tensor) -> bool:
 
 
 def _mend(case: Case, preparation: _Preparation) -> str:
-    """Return the advice: options to type, or a change of the stem, for such images."""
+    """Return the advice: options to type, or a change of the stem, for such images.
+
+    Args:
+        case: The network that is diagnosed.
+        preparation: The preparation that the images should have.
+    """
     mean = _joined(preparation.mean, ".6g")
     std = _joined(preparation.std, ".6g")
     options = f"{flag('image_mean')} {mean} {flag('image_std')} {std}"

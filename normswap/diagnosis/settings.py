@@ -71,7 +71,13 @@ def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
 
 
 def _is_nearer(case: Case, eps: float, other_eps: float) -> bool:
-    """Whether images show that the norms' inputs fit their statistics clearly better with `eps`."""
+    """Whether images show that the norms' inputs fit their statistics clearly better with `eps`.
+
+    Args:
+        case: The network that is diagnosed.
+        eps: The eps that the norms have.
+        other_eps: The eps that it is compared with.
+    """
     if case.images is None or len({site.eps for site in case.sites}) != 1:
         return False
     return _mean_distance(case) * _CLEARLY < _mean_distance(_with_eps(case, other_eps))

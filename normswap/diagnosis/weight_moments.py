@@ -137,7 +137,12 @@ def _activated(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
 
 
 def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair | None:
-    """Return mean and variance of W x + b, or None for a layer with a forward of its own."""
+    """Return mean and variance of W x + b, or None for a layer with a forward of its own.
+
+    Args:
+        module: The layer.
+        pair: Mean and variance of x, each (C,).
+    """
     weight = module.weight.detach().double()
     groups = getattr(module, "groups", 1)
     if type(module).forward not in _LINEAR_FORWARDS or len(pair[0]) != weight.shape[1] * groups:

@@ -522,6 +522,10 @@ class _Hits:
         """Return the top-1 of `source` or `file` in percent.
 
         The result is None unless each of `count` images has a label that is a class of the network.
+
+        Args:
+            who: `source` or `file`.
+            count: The number of all images, labelled or not.
         """
         if not self.labelled == count > 0:
             return None

@@ -170,7 +170,12 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
 
 
 def _rounded(layer: nn.Module, levels: float) -> Tensor:
-    """Return the weight as a quantizer rounds it: to multiples of a step per output channel."""
+    """Return the weight as a quantizer rounds it: to multiples of a step per output channel.
+
+    Args:
+        layer: The layer.
+        levels: The largest weight, in steps.
+    """
     step = _step(layer, levels)
     return (layer.get_parameter("weight") / step).round() * step
 

@@ -53,6 +53,7 @@ def write(contents: FileContents, file: Path) -> None:
         file: The path of the file.
     """
     model = graph(contents, opset=_RMS_OPSET if _has_rms_norm(contents) else None)
+    # A bf16 file stores weights in bfloat16 and computes in float32.
     if contents.network.stored != contents.network.dtype:
         _store_bf16(model.graph)
     _save(model, contents, file)
@@ -249,7 +250,13 @@ def pool_means(graph: onnx.GraphProto) -> None:
 
 
 def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
-    """Write a model in fp32 to `file` in int8."""
+    """Write an ONNX model in fp32 to `file` in int8.
+
+    Args:
+        model: The model.
+        file: The path of the file.
+        how: The images that set the ranges, and the bits of a weight.
+    """
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
     # The tool warns in the root logger that the model was not preprocessed. It need not be: it is

@@ -145,7 +145,13 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -> fx.GraphModule:
-    """Return an exported module in int8, with the ranges that it has on images."""
+    """Return an exported module in int8, with the ranges that it has on images.
+
+    Args:
+        module: The exported module.
+        quantizer: Says how each operator is quantized.
+        images: Batches that set the ranges.
+    """
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     watched = prepare_pt2e(module, quantizer)

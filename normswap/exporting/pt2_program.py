@@ -282,7 +282,12 @@ def _table(key_rule: Rule, rule: Rule) -> Rule:
 
 
 def _record(name: str, fields: Mapping[str, Rule]) -> Rule:
-    """A rule: a record with some of these fields. Others must be empty, and are left out."""
+    """Return a rule for a dict with some of these fields. Others must be empty, and are left out.
+
+    Args:
+        name: The name of such records, for the error.
+        fields: The rule of each field, by its name.
+    """
 
     def checked(value: object) -> object:
         if not isinstance(value, dict):
@@ -296,7 +301,12 @@ def _record(name: str, fields: Mapping[str, Rule]) -> Rule:
 
 
 def _union(name: str, kinds: Mapping[str, Rule]) -> Rule:
-    """A rule: one value, stored under the name of its kind."""
+    """Return a rule for a dict of one entry: a kind's name, and a value that its rule takes.
+
+    Args:
+        name: The name of such values, for the error.
+        kinds: The rule of each kind, by its name.
+    """
 
     def checked(value: object) -> object:
         if not isinstance(value, dict) or len(value) != 1:

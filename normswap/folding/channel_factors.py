@@ -230,7 +230,11 @@ class Channels:
         return True
 
     def _fix(self, arms: Sequence[list[int] | None]) -> None:
-        """Give all these channels the factor 1."""
+        """Give all these channels the factor 1.
+
+        Args:
+            arms: The numbers of the channels, arm by arm. None stands for an arm without numbers.
+        """
         for channels in arms:
             for channel in channels or ():
                 self._join(channel, FIXED)

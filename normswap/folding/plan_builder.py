@@ -153,7 +153,12 @@ class PlanBuilder:
         return isinstance(module, Vacant)
 
     def settle(self, path: str, outcome: Outcome) -> None:
-        """Record what becomes of the norm at `path`."""
+        """Record what becomes of the norm at `path`.
+
+        Args:
+            path: The path of the norm.
+            outcome: The kind of the outcome, and its sentence.
+        """
         self.outcomes[path] = outcome
 
     @cached_property

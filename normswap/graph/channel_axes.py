@@ -120,6 +120,8 @@ def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
     """Return the channel axis of every value on which the records of all sizes agree.
 
+    Records of other paths through the network have values of their own, and add the axes of these.
+
     Args:
         traced: The recorded network.
         is_identity: Returns whether a node passes its input on unchanged.
@@ -228,6 +230,10 @@ class _LabelReader:
 
         Channels begin at linear layers, LayerScales, norms and parameters. A parameter has its
         channels last.
+
+        Args:
+            node: The node of the value.
+            shape: The shape of the value.
         """
         # An integer tensor, such as an index, has no channels.
         if node.op == "get_attr":

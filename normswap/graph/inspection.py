@@ -292,7 +292,11 @@ class _GraphReader(NodeReader):
         return None
 
     def _drop_path(self, on_branch: list[fx.Node]) -> str | None:
-        """Return the path of the first module of the branch that drops it at random."""
+        """Return the path of the first module of the branch that drops it at random.
+
+        Args:
+            on_branch: The nodes of the branch, in order.
+        """
         drops = (str(node.target) for node in on_branch if self._kind(node).startswith("DropPath"))
         return next(drops, None)
 

@@ -312,7 +312,12 @@ class Recorder(TorchFunctionMode):
         return mark
 
     def _is_rewritten(self, tensor: Tensor, mark: _Mark) -> bool:
-        """Whether a node wrote to the tensor's memory after the note was made."""
+        """Whether a node wrote to the tensor's memory after the note was made.
+
+        Args:
+            tensor: The tensor.
+            mark: The note of the node that made it, and of its version then.
+        """
         return mark.version != version(tensor) and memory(tensor) in self._writes
 
     def _is_tracked(self, tensor: Tensor) -> bool:
@@ -407,7 +412,14 @@ class Recorder(TorchFunctionMode):
     def _run_module(
         self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs
     ) -> object:
-        """Run a module that the forward calls: as a leaf, or as the modules and functions in it."""
+        """Run a module that the forward calls: as a leaf, or as the modules and functions in it.
+
+        Args:
+            module: The module.
+            original: torch's own call of a module.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+        """
         path = self.paths.get(id(module))
         if path is None and not self.resting and (module._parameters or module._buffers):
             remedy = "Keep it in an nn.ModuleList or nn.ModuleDict, or as an attribute"
@@ -460,7 +472,15 @@ class Recorder(TorchFunctionMode):
     def _run_leaf(
         self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs
     ) -> object:
-        """Run a leaf and add its node."""
+        """Run a leaf and add its node.
+
+        Args:
+            module: The leaf.
+            path: The path of the leaf.
+            original: torch's own call of a module.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+        """
         if not args and kwargs and self._is_norm_or_map(module):
             remedy = (
                 f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has"

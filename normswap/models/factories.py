@@ -27,6 +27,10 @@ from normswap.plan import Arch
 def build(name: str, request: BuildRequest) -> Built:
     """Return the network of a factory, with the weights that the factory gives it.
 
+    Args:
+        name: The factory, as package.module:factory.
+        request: The arguments and weights that the user asked for.
+
     Raises:
         SourceError: The factory cannot be imported, fails, or gives no network.
     """

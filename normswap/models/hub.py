@@ -102,6 +102,10 @@ def fetch(repo: str, filenames: Sequence[str]) -> Path:
 def local(folder: Path, filenames: Sequence[str]) -> Path:
     """Return the path of the first of several files that a directory has.
 
+    Args:
+        folder: The directory.
+        filenames: The names of the files, the preferred one first.
+
     Raises:
         SourceError: The directory has none of these files.
     """
@@ -119,6 +123,11 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
 
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
     """Return the path of a repository's file, downloaded or cached, or None if it has none.
+
+    Args:
+        repo: The repository, as owner/name.
+        filename: The name of the file.
+        revision: The branch, tag or commit. None stands for the hub's default.
 
     Raises:
         SourceError: The file cannot be downloaded, or is damaged. A damaged file is removed from
@@ -404,7 +413,13 @@ def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network
 
 
 def _resizing(processor: records.ImageProcessor, config: object, channels: int) -> Cfg:
-    """Return the record's keys on the input size, on resizing, on cropping and on interpolation."""
+    """Return the record's keys on the input size, on resizing, on cropping and on interpolation.
+
+    Args:
+        processor: The record of an image processor of transformers.
+        config: The network's config.
+        channels: The number of the network's input channels.
+    """
     crop = _sides(processor.crop_size) if processor.do_center_crop else None
     size = _sides(processor.size) if processor.do_resize else None
     final = crop or size or _sides(getattr(config, "image_size", None))
@@ -424,7 +439,12 @@ def _resizing(processor: records.ImageProcessor, config: object, channels: int) 
 
 
 def _normalizing(processor: records.ImageProcessor, channels: int) -> Cfg:
-    """Return mean and deviation per channel, as far as they are stated."""
+    """Return mean and deviation per channel, as far as they are stated.
+
+    Args:
+        processor: The record of an image processor of transformers.
+        channels: The number of the network's input channels.
+    """
     if processor.do_normalize is False:
         return {"mean": [0.0] * channels, "std": [1.0] * channels}
 

@@ -129,7 +129,12 @@ def _from_name(name: str, arguments: Cfg) -> Built:
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
-    """Return the architecture without its tag. What the tag implies becomes an argument."""
+    """Return the architecture without its tag. What the tag implies becomes an argument.
+
+    Args:
+        cfg: timm's record of the architecture.
+        arguments: The arguments of the architecture.
+    """
     name = cfg["architecture"]
     usual = {**_USUAL, **_registered(name)}
     implied: Cfg = {}
@@ -194,7 +199,13 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
 
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
-    """Return the architecture of a config.json, and timm's record of weights and images."""
+    """Return the architecture of a config.json, and timm's record of weights and images.
+
+    Args:
+        file: The path of config.json.
+        origin: The name of the MODEL, for messages.
+        arguments: The arguments that the user gave.
+    """
     architecture, model_args, stated = hub.read_config(file, origin)
     _check_known(architecture)
     name, _, _ = architecture.partition(".")

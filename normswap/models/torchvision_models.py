@@ -136,6 +136,10 @@ def _member(name: str, tag: str) -> models.WeightsEnum:
 def _download(member: models.WeightsEnum, source: str) -> State:
     """Return the tensors of torchvision's weights, downloaded or cached.
 
+    Args:
+        member: torchvision's record of the weights.
+        source: The name of the MODEL, for messages.
+
     Raises:
         SourceError: The download fails, or the file is damaged.
     """

@@ -81,7 +81,13 @@ def build(name: str, request: BuildRequest) -> Built:
 
 
 def _from_class(class_name: str, name: str, arguments: Cfg) -> Built:
-    """Return a network of a class of transformers, with a config of these arguments."""
+    """Return a network of a class of transformers, with a config of these arguments.
+
+    Args:
+        class_name: The name of the class.
+        name: The name of the MODEL, for messages.
+        arguments: The arguments of the config.
+    """
     arch = Arch(class_name, arguments, "transformers")
     _check_stated(arguments, name)
     model = create(arch)
@@ -93,7 +99,12 @@ def _from_class(class_name: str, name: str, arguments: Cfg) -> Built:
 
 
 def _optional(place: str, filename: str) -> Path | None:
-    """Return the path of a file that a repository or directory may have, or None."""
+    """Return the path of a file that a repository or directory may have, or None.
+
+    Args:
+        place: The directory, or the repository of the hub.
+        filename: The name of the file.
+    """
     try:
         return _fetch(place, filename)
     except SourceError:
@@ -104,6 +115,10 @@ def _check_stated(stated: Cfg, origin: str) -> None:
     """Raise SourceError if a key of a config that normswap reads has another type.
 
     A file that names no type of model is left to `_config`, which says what there is.
+
+    Args:
+        stated: The config.
+        origin: The name of the config, for the message.
     """
     if isinstance(stated.get("model_type"), str):
         records.checked(records.TransformersConfig, stated, f"{origin}: config.json")

@@ -303,6 +303,10 @@ def _without_prefix(state: StateDict, bare: State) -> StateDict:
 
     DDP and AveragedModel put `module.` there. Lightning puts the name of an attribute there, which
     is dropped if more names fit without it.
+
+    Args:
+        state: The file's tensors by name.
+        bare: The tensors of the network that is to be filled.
     """
     while not _fits(state, bare):
         firsts: set[str] = set()
@@ -357,6 +361,11 @@ def _check_for(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> No
     """Raise SourceError if tensors of a network that must be finite are not.
 
     A buffer may hold infinities or NaN, as masks and observers do; running statistics may not.
+
+    Args:
+        model: The network.
+        state: The tensors by name.
+        origin: The file's name, for the message.
     """
     buffers = {name for name, tensor in copying.tensors(model).items() if _is_buffer(name, tensor)}
     check_finite({name: state[name] for name in state if name not in buffers}, origin)
@@ -383,7 +392,13 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
 
 
 def _has_finite_numbers(name: str, tensor: Tensor, origin: str) -> bool:
-    """Return whether a tensor holds neither NaN nor inf. Whole numbers never do."""
+    """Return whether a tensor holds neither NaN nor inf. Whole numbers never do.
+
+    Args:
+        name: The name of the tensor, for the message.
+        tensor: The tensor.
+        origin: The file's name, for the message.
+    """
     if not tensor.is_floating_point():
         return True
     try:
@@ -470,7 +485,13 @@ def _mends_itself(model: nn.Module, state: StateDict) -> bool:
 
 
 def _note_halves(state: State, bare: State, origin: str) -> None:
-    """Warn that numbers of 16 bits become float32."""
+    """Warn that numbers of 16 bits become float32.
+
+    Args:
+        state: The file's tensors by name.
+        bare: The network's tensors by name.
+        origin: The file's name, for the message.
+    """
     floats = [name for name in state.keys() & bare.keys() if bare[name].dtype == torch.float32]
     halves = {state[name].dtype for name in floats} & {torch.half, torch.bfloat16}
     if halves:
@@ -480,7 +501,12 @@ def _note_halves(state: State, bare: State, origin: str) -> None:
 
 
 def _fits(state: State, bare: State) -> bool:
-    """Return whether names and shapes are the same."""
+    """Return whether the file's tensors have the names and shapes of the network's.
+
+    Args:
+        state: The file's tensors by name.
+        bare: The network's tensors by name.
+    """
     same_names = state.keys() == bare.keys()
     return same_names and all(state[name].shape == bare[name].shape for name in bare)
 
@@ -510,6 +536,12 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
     """Return the tensors with the stem adapted to another number of input channels.
 
     The stem is found by its shape: the only convolution whose kernel differs in that number alone.
+
+    Args:
+        state: The file's tensors by name.
+        bare: The tensors of the network that is to be filled.
+        origin: The file's name, for the message.
+        cfg: timm's record of the weights. Empty if nothing may be adapted.
     """
     channels_of_weights = (cfg.get("input_size") or (0,))[0]
     for name, kernel in state.items():
@@ -530,7 +562,14 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
 
 
 def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
-    """Return the tensors, with the network's own head if its classes are not the file's."""
+    """Return the tensors, with the network's own head if its classes are not the file's.
+
+    Args:
+        state: The file's tensors by name.
+        bare: The tensors of the network that is to be filled.
+        model: The network.
+        cfg: timm's record of the weights. Empty if nothing may be adapted.
+    """
     is_fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
     offset = cfg.get("label_offset") or 0
     heads = cfg.get("classifier") or ()

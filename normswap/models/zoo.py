@@ -47,7 +47,12 @@ class Asked(TypedDict, total=False):
 
 
 def check_unasked(name: str, asked: Mapping[str, object]) -> None:
-    """Raise SourceError if an option is given for a MODEL that states everything itself."""
+    """Raise SourceError if an option is given for a MODEL that states everything itself.
+
+    Args:
+        name: The MODEL.
+        asked: The values of the options, by name.
+    """
     # These values ask for nothing.
     usual: tuple[object, ...] = (None, {}, 0, "pretrained")
     useless = [spelled(key) for key in OPTIONS if asked.get(key) not in usual]

@@ -198,7 +198,12 @@ class Distance:
 
 
 def distance(expected: Tensor, values: Tensor) -> Distance:
-    """Return how far one tensor is from another."""
+    """Return how far one tensor is from another.
+
+    Args:
+        expected: The source's value.
+        values: The result's value.
+    """
     measured = Distance()
     measured.add(expected, values)
     return measured

@@ -126,6 +126,9 @@ def outputs_of(output: object) -> Outputs:
     """Return the tensors in what a network gives, and its plain numbers as tensors, by name.
 
     They are copies: a network may give a tensor that its next run writes into.
+
+    Args:
+        output: What the network's forward returns.
     """
     outputs: Outputs = {}
 

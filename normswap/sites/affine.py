@@ -193,7 +193,12 @@ def read_map(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
 
 
 def _batchnorm_map(norm: BatchNorm, *, unit_gamma: bool) -> Pair:
-    """Return s = gamma / sqrt(var + eps) and t = beta - mean * s of a BatchNorm, each (C,)."""
+    """Return s = gamma / sqrt(var + eps) and t = beta - mean * s of a BatchNorm, each (C,).
+
+    Args:
+        norm: The BatchNorm.
+        unit_gamma: Whether gamma counts as 1 and beta as 0.
+    """
     module = cast(nn.Module, norm)
     mean, var = statistics(module)
     scale = torch.rsqrt(var + epsilon(module))

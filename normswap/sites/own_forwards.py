@@ -187,7 +187,11 @@ def pads(layer: _ConvNd) -> bool:
 
 
 def _has_zeros(widths: Sequence[Widths]) -> bool:
-    """Whether a padding adds zeros at any side of any dimension."""
+    """Whether a padding adds zeros at any side of any dimension.
+
+    Args:
+        widths: The width before and after each dimension.
+    """
     return any(begin or end for begin, end in widths)
 
 

@@ -81,6 +81,10 @@ def whole(file: Path, write: Callable[[Path], object]) -> Path:
 def text(file: Path, content: str) -> Path:
     """Write text in UTF-8, whole or not at all.
 
+    Args:
+        file: The path of the file.
+        content: The text.
+
     Raises:
         OutputError: The file cannot be written.
     """
@@ -89,6 +93,11 @@ def text(file: Path, content: str) -> Path:
 
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
     """Write the given columns of each row as CSV, whole or not at all; None is an empty cell.
+
+    Args:
+        file: The path of the file.
+        columns: The names of the columns.
+        rows: The rows, each by the names of its columns.
 
     Raises:
         OutputError: The file cannot be written.
@@ -171,6 +180,12 @@ def _exchange(
 
     The last of `new_files` is the main one. Its old version goes first and its new version comes
     last, so that it never stands beside files of another version.
+
+    Args:
+        new_files: The paths at which the new files were written.
+        folder: The folder of the old files.
+        old: The folder that takes the old files.
+        obsolete: The names of old files that have no new one.
 
     Raises:
         OSError: The files cannot be moved. The old files are then back in their places, as they are

@@ -352,7 +352,14 @@ def _from_hub(source: str) -> Path | None:
 def _write(
     folder: Path, model: nn.Module, record: provenance.Provenance, report: Report | None
 ) -> None:
-    """Write the files of a network into a new folder."""
+    """Write the files of a network into a new folder.
+
+    Args:
+        folder: The folder, which is empty.
+        model: The network.
+        record: The provenance of the network.
+        report: The measurements of the conversion. None if the network was only loaded.
+    """
     kept = layer_state.of(model)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.tensors.items()}
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
@@ -420,6 +427,11 @@ def config_of(model: nn.Module, record: provenance.Provenance, digest: str | Non
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file, in which tensors that share memory are stored twice.
+
+    Args:
+        tensors: The tensors by name.
+        file: The path of the file.
+        metadata: The texts that are stored in the file, by their keys.
 
     Raises:
         OutputError: The file cannot be written.

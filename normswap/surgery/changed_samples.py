@@ -51,7 +51,12 @@ def _grown(example: Example) -> Example:
 
 
 def with_rows(call: Example, rows: Tensor) -> Example:
-    """Return the call with these samples (N,) of its batch, some perhaps several times."""
+    """Return the call with these samples (N,) of its batch, some perhaps several times.
+
+    Args:
+        call: The call.
+        rows: The number of the old sample at each position of the new batch, (N,).
+    """
     count = call.count
 
     def pick(value: Any) -> Any:

@@ -218,7 +218,12 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
 
 
 def _differs(value: object, planned: object) -> bool:
-    """Return whether two numbers differ; other values are not compared."""
+    """Return whether two numbers differ; other values are not compared.
+
+    Args:
+        value: The value of the edited plan.
+        planned: The value of the plan that normswap makes.
+    """
     for number in (value, planned):
         if isinstance(number, bool) or not isinstance(number, int | float):
             return False

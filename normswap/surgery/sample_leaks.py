@@ -468,7 +468,12 @@ class _LeakTrial:
         return found[0][0] if found else None
 
     def _any_moved(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-        """Whether any output of two runs differs by more than rounding."""
+        """Whether any output of two runs differs by more than rounding.
+
+        Args:
+            first: The outputs of one run.
+            second: The outputs of another run.
+        """
         for name, value in first.items():
             other = second.get(name)
             if other is None or other.shape != value.shape or bool(self._moved(value, other).any()):
@@ -476,7 +481,12 @@ class _LeakTrial:
         return False
 
     def _moved(self, first: Tensor, second: Tensor) -> Tensor:
-        """Mark the numbers that differ by more than rounding."""
+        """Mark the numbers that differ by more than rounding.
+
+        Args:
+            first: The tensor in one run.
+            second: The tensor in another run.
+        """
         if not (first.is_floating_point() or first.is_complex()):
             return first != second
         size = first.abs().nan_to_num(0, 0, 0).amax() if first.numel() else first.new_zeros(())

@@ -230,7 +230,12 @@ def meet(backend: str) -> None:
 
 
 def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
-    """Let the first process read something from its disk, and return it in all of them."""
+    """Let the first process read something from its disk, and return it in all of them.
+
+    Args:
+        engine: The processes of the run.
+        read: Reads from the disk.
+    """
     from accelerate.utils import broadcast_object_list
 
     value: T = broadcast_object_list([read() if engine.is_main_process else None])[0]

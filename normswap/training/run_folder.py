@@ -237,6 +237,10 @@ class Folder:
     def write_state(self, position: TrainingState, parts: State) -> None:
         """Replace the state atomically.
 
+        Args:
+            position: The position of the run.
+            parts: The tensors of the run.
+
         Raises:
             OutputError: The state cannot be written. The old one stays.
         """
