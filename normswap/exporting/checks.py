@@ -416,6 +416,7 @@ class _Compared:
             names = [error.output]
         names = [name for name in names if name in self.of_samples]
         shown = self.distances.agreements.get(names[0]) if names else None
+        # An agreement that was not measured on all samples is not shown.
         if shown is not None and shown.samples != self.distances.count:
             shown = None
         hits = self.hits[names[0]] if names else _Hits()

@@ -148,7 +148,7 @@ def _require_schema(namespace: str, name: str, overload: str, target: str) -> No
 
 
 def _text(pattern: re.Pattern[str], what: str) -> Rule:
-    """A rule: text that matches a pattern from beginning to end.
+    """Return a rule for text that matches a pattern from beginning to end.
 
     Args:
         pattern: The pattern.
@@ -164,7 +164,7 @@ def _text(pattern: re.Pattern[str], what: str) -> Rule:
 
 
 def _one_of(values: Sequence[object], what: str) -> Rule:
-    """A rule: one of a few values.
+    """Return a rule for one of a few values.
 
     Args:
         values: The allowed values.
@@ -180,49 +180,49 @@ def _one_of(values: Sequence[object], what: str) -> Rule:
 
 
 def _identifier(value: object) -> object:
-    """A rule: a name that may stand in Python source."""
+    """Return the value if it is a name that may stand in Python source."""
     if isinstance(value, str) and _IDENTIFIER.fullmatch(value) and not keyword.iskeyword(value):
         return value
     raise NotAllowedError(f"the name {shown(value)}")
 
 
 def _argument_name(value: object) -> object:
-    """A rule: the name of an operator's argument. It may be a word of Python, or empty."""
+    """Return an operator argument's name. It may be a word of Python, or empty."""
     if isinstance(value, str) and (not value or _IDENTIFIER.fullmatch(value)):
         return value
     raise NotAllowedError(f"the argument {shown(value)}")
 
 
 def _boolean(value: object) -> object:
-    """A rule: true or false."""
+    """Return the value if it is true or false."""
     if not isinstance(value, bool):
         raise NotAllowedError(f"{shown(value)} where true or false stands")
     return value
 
 
 def _integer(value: object) -> object:
-    """A rule: a whole number of at most 64 bits."""
+    """Return the value if it is a whole number of at most 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= _LARGEST_INTEGER:
         raise NotAllowedError(f"{shown(value)} where a whole number stands")
     return value
 
 
 def _number(value: object) -> object:
-    """A rule: a number, which torch writes as text if it is infinite or NaN."""
+    """Return a number, which torch writes as text if it is infinite or NaN."""
     if isinstance(value, float) or value in ("Infinity", "-Infinity", "NaN"):
         return value
     return _integer(value)
 
 
 def _message(value: object) -> object:
-    """A rule: text that an operator takes, such as a mode or the message of an error."""
+    """Return text that an operator takes, such as a mode or the message of an error."""
     if not isinstance(value, str) or len(value) > 10_000 or not value.isprintable():
         raise NotAllowedError(f"the text {shown(value)}")
     return value
 
 
 def _target(value: object) -> object:
-    """A rule: an operator."""
+    """Return the name of an operator, if the operator is allowed."""
     if not isinstance(value, str):
         raise NotAllowedError(f"the operator {shown(value)}")
     require_operator(value)
@@ -230,12 +230,12 @@ def _target(value: object) -> object:
 
 
 def _left_out(value: object) -> object:
-    """A rule: notes on a node, such as its stack trace. They are left out, as torch needs none."""
+    """Leave out the notes on a node, such as its stack trace, because torch needs none."""
     return {}
 
 
 def _guards(value: object) -> object:
-    """A rule: comparisons of sizes. torch checks sizes without them, so it gets none to execute."""
+    """Check comparisons of sizes and leave them out. torch checks sizes without them."""
     for guard in _items(value):
         if not isinstance(guard, str):
             raise NotAllowedError(f"the guard {shown(guard)}")
@@ -244,7 +244,7 @@ def _guards(value: object) -> object:
 
 
 def _size_expression(value: object) -> object:
-    """A rule: the expression of a size."""
+    """Return the expression of a size, if it is allowed."""
     if not isinstance(value, str):
         raise NotAllowedError(f"the expression {shown(value)}")
     return checked_size(value)
@@ -257,7 +257,7 @@ def _items(value: object) -> list[object]:
 
 
 def _optional(rule: Rule) -> Rule:
-    """A rule: null, or any value that another rule allows."""
+    """Return a rule for null, or for any value that another rule allows."""
 
     def checked(value: object) -> object:
         return None if value is None else rule(value)
@@ -266,12 +266,12 @@ def _optional(rule: Rule) -> Rule:
 
 
 def _list(rule: Rule) -> Rule:
-    """A rule: a list, each item of which another rule allows."""
+    """Return a rule for a list, each item of which another rule allows."""
     return lambda value: [rule(item) for item in _items(value)]
 
 
 def _table(key_rule: Rule, rule: Rule) -> Rule:
-    """A rule: a table, with a rule for its keys and one for its values."""
+    """Return a rule for a table, from a rule for its keys and one for its values."""
 
     def checked(value: object) -> object:
         if not isinstance(value, dict):
@@ -320,7 +320,7 @@ def _union(name: str, kinds: Mapping[str, Rule]) -> Rule:
 
 
 def _tree(value: object) -> object:
-    """A rule: the JSON, in a text, of how inputs or outputs are nested."""
+    """Return the JSON text that says how inputs or outputs are nested, with its parts checked."""
     if not isinstance(value, str):
         raise NotAllowedError(f"the tree {shown(value)}")
     try:
@@ -363,7 +363,7 @@ def _keys(context: object) -> object:
 
 
 def _call_tree(value: object) -> object:
-    """A rule: the tree of all inputs, whose arguments by name become arguments of a function."""
+    """Return the tree of all inputs, of which arguments by name must be names in Python."""
     tree = _tree(value)
     _, spec = json.loads(str(tree))
     for arguments in spec["children_spec"][1:]:
@@ -373,7 +373,7 @@ def _call_tree(value: object) -> object:
 
 
 def _plain_tensor(value: object) -> object:
-    """A rule: the shape and type of a tensor whose numbers are in the file; not one without end."""
+    """Return the shape and type of a tensor whose numbers the file holds, if it has an end."""
     meta = _TENSOR_META(value)
     assert isinstance(meta, dict)
     sides = [side.get("as_int") for side in meta["sizes"]]
@@ -385,14 +385,14 @@ def _plain_tensor(value: object) -> object:
 
 
 def _unpickled(value: object) -> object:
-    """A rule: a weight is stored as its bytes, not as a pickle."""
+    """Return false: a weight is stored as its bytes, not as a pickle."""
     if value is not False:
         raise NotAllowedError("a pickled weight")
     return False
 
 
 def _nested_graph(value: object) -> object:
-    """A rule: the graph inside an operator such as `cond`."""
+    """Return the graph inside an operator such as `cond`, with its parts checked."""
     return _GRAPH(value)
 
 

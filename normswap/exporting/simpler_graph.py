@@ -152,6 +152,8 @@ def _as_slices(node: fx.Node) -> None:
     if not picked:
         return
 
+    # The parts are taken of a permutation of the reshape, or of the reshape itself. `order` holds
+    # the dimension of the reshape at each position of the permutation.
     source = node.all_input_nodes[0]
     order = list(range(node.all_input_nodes[0].meta["val"].ndim))
     if source.target is _ATEN.permute.default:
@@ -160,6 +162,7 @@ def _as_slices(node: fx.Node) -> None:
     if source.target not in _RESHAPES:
         return
 
+    # The reshape must have split the last dimension, of which `axis` counts the parts.
     tensor = source.all_input_nodes[0]
     sizes = list(source.meta["val"].shape)
     axis = order[argument(node, 1, "dim", default=0)]
@@ -167,6 +170,7 @@ def _as_slices(node: fx.Node) -> None:
     if sizes[:axis] != outer:
         return
 
+    # Each part is a slice of the last dimension, reshaped and permuted without `axis`.
     width = length // sizes[axis]
     other_sizes = sizes[:axis] + sizes[axis + 1 :]
     turned = [dim - (dim > axis) for dim in order if dim != axis]

@@ -714,7 +714,12 @@ class _Comparison:
         return Judgement(True)
 
     def _doubt(self, in_double: allowance.Allowance) -> Reason | None:
-        """Return why an error at the outputs need not be the result's, or None."""
+        """Return why an error at the outputs need not be the result's, or None.
+
+        Args:
+            in_double: The error that is allowed at the outputs in float64. If it is large, the
+                network enlarges rounding until an error says nothing.
+        """
         if self.precise is not None and self.precise.hangs_on:
             remedy = "Give other inputs, or convert the backbone by itself"
             return Reason(self.precise.hangs_on, remedy)

@@ -115,15 +115,13 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
     for path, conv in _folding(anatomy).items():
         edit = builder.replacements.get(path)
         module = anatomy.traced.linear(conv)
-        plain = reparametrized.plain_class(
-            module
-        ) is nn.Conv2d and not reparametrized.keeps_input_bias(module)
-        if (
-            edit is None
-            or not plain
-            or (conv in builder.linears and builder.linears[conv].layer != "Folded")
-        ):
+        is_plain = reparametrized.plain_class(module) is nn.Conv2d
+        if edit is None or not is_plain or reparametrized.keeps_input_bias(module):
             continue
+        # Another layer that is planned in the convolution's place cannot scale its weight.
+        if conv in builder.linears and builder.linears[conv].layer != "Folded":
+            continue
+
         linear = builder.linear(conv)
         linear.layer = "Tuned"
         linear.extra = dict(edit.args)

@@ -39,9 +39,11 @@ def follow(
         reads: The modules that the edit reads.
         new: The layer that is placed.
     """
+    # The path of the old module in the new layer, if it stays: each further layer is put around it.
     kept = ".".join(["inner"] * edit.depth) if edit.keep else None
     _follow_modes(old, new, kept)
 
+    # The new parameters learn if those learned in whose place they are.
     stood_for = [old, *reads]
     if not any(_learning(module) is not None for module in stood_for):
         stood_for = [_elsewhere(model, edit.path)]
