@@ -43,13 +43,13 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
     A class may have put a method of its own in the place of `named_modules`, so it is not called.
     """
     modules: dict[str, nn.Module] = {}
-    ahead: list[tuple[str, nn.Module]] = [("", model)]
-    while ahead:
-        path, module = ahead.pop()
+    pending: list[tuple[str, nn.Module]] = [("", model)]
+    while pending:
+        path, module = pending.pop()
         modules[path] = module
 
         children = [(name, child) for name, child in module._modules.items() if child is not None]
-        ahead += [(dotted(path, name), child) for name, child in reversed(children)]
+        pending += [(dotted(path, name), child) for name, child in reversed(children)]
     return modules
 
 
@@ -133,9 +133,9 @@ def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) ->
             a module whose class defines how it is copied is copied in that way.
     """
     shells: list[tuple[nn.Module, nn.Module]] = []
-    ahead: list[nn.Module] = [model]
-    while ahead:
-        module = ahead.pop()
+    pending: list[nn.Module] = [model]
+    while pending:
+        module = pending.pop()
         if id(module) in memo:
             continue
         if whole and _defines_copying(module) and _deepcopied(module, memo):
@@ -150,7 +150,7 @@ def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) ->
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = copy_tensor(tensor, memo)
-        ahead += [child for child in module._modules.values() if child is not None]
+        pending += [child for child in module._modules.values() if child is not None]
 
     for module, shell in shells:
         shell.__dict__.update(_copied_entries(vars(module), memo, whole))

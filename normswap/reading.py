@@ -185,10 +185,10 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
     Raises:
         UnreadableError: The tree is not such data. The message says where.
     """
-    ahead: list[tuple[object, _Place, int]] = [(tree, None, 0)]
+    pending: list[tuple[object, _Place, int]] = [(tree, None, 0)]
     count = 0
-    while ahead:
-        value, place, level = ahead.pop()
+    while pending:
+        value, place, level = pending.pop()
         count += 1
         if count > MOST_VALUES:
             raise UnreadableError(f"it has more than {MOST_VALUES} values")
@@ -198,9 +198,9 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
         if isinstance(value, Mapping):
             for key, entry in value.items():
                 _check_key(key, place)
-                ahead.append((entry, (place, ".", key), level + 1))
+                pending.append((entry, (place, ".", key), level + 1))
         elif isinstance(value, list | tuple):
-            ahead += [(entry, (place, "[", i), level + 1) for i, entry in enumerate(value)]
+            pending += [(entry, (place, "[", i), level + 1) for i, entry in enumerate(value)]
         else:
             _check_value(value, place, finite=finite)
 

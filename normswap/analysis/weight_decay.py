@@ -165,13 +165,13 @@ def by_role(model: nn.Module, assignments: Iterable[Assignment]) -> list[Body]:
         model: The network.
         assignments: The decision for each parameter.
     """
-    sizes: dict[tuple[str, bool, str], list[int]] = {}
+    sizes_by_role: dict[tuple[str, bool, str], list[int]] = {}
     for assignment in assignments:
         key = (assignment.role, assignment.decay, assignment.reason)
-        sizes.setdefault(key, []).append(model.get_parameter(assignment.path).numel())
+        sizes_by_role.setdefault(key, []).append(model.get_parameter(assignment.path).numel())
 
     records: list[Body] = []
-    for (role, decay, reason), sizes_of_role in sizes.items():
+    for (role, decay, reason), sizes_of_role in sizes_by_role.items():
         records.append(
             {
                 "role": role,

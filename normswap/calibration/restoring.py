@@ -79,8 +79,8 @@ def restore(
     """
     with evaluating(model), undisturbed(*references):
         lockstep = Lockstep([*references, model], batches)
-        places = list(_places(lockstep.interpreters))
-        if not places:
+        shared_layers = list(_places(lockstep.interpreters))
+        if not shared_layers:
             why = (
                 "its convolutions and linear maps are other ones, at other paths, or are called"
                 " more than once"
@@ -88,19 +88,19 @@ def restore(
             raise RefusedError("the reference has no layer of the network's", why)
 
         _check_recorded(lockstep.interpreters[-1], lockstep.first.first(2))
-        for number, place in enumerate(places, 1):
-            *targets, current = _moments(lockstep, place)
+        for number, shared in enumerate(shared_layers, 1):
+            *targets, current = _moments(lockstep, shared)
             if current.count < 2:
                 raise SourceError(
-                    f"{place.path} sees one value per channel", "its variance is not defined"
+                    f"{shared.path} sees one value per channel", "its variance is not defined"
                 )
-            _set(place.layer, current, targets, means_only=means_only)
+            _set(shared.layer, current, targets, means_only=means_only)
             if progress is not None:
-                progress(number, len(places))
+                progress(number, len(shared_layers))
 
     moments = "mean" if means_only else "mean and variance"
-    note = f"{moments} per channel of {len(places)} layers, {lockstep.images} images"
-    without_bias = sum(place.layer.bias is None for place in places)
+    note = f"{moments} per channel of {len(shared_layers)} layers, {lockstep.images} images"
+    without_bias = sum(shared.layer.bias is None for shared in shared_layers)
     if not without_bias:
         return (note,)
 
@@ -126,11 +126,11 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
 
         nodes = []
         for reference in references:
-            same = reference.modules.get(str(node.target))
-            calls = reference.calls.get(id(same), [])
+            counterpart = reference.modules.get(str(node.target))
+            calls = reference.calls.get(id(counterpart), [])
             if (
                 len(calls) == 1
-                and getattr(same, "weight", torch.empty(0)).shape == layer.weight.shape
+                and getattr(counterpart, "weight", torch.empty(0)).shape == layer.weight.shape
             ):
                 nodes += calls
 
@@ -178,17 +178,17 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
             )
 
 
-def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
+def _moments(lockstep: Lockstep, shared: _Place) -> list[ChannelMoments]:
     """Return the moments of a layer's output in each reference and, last, in the network.
 
     Args:
         lockstep: The references and the network, run side by side.
-        place: The layer, with its node in each of them.
+        shared: The layer, with its node in each of them.
     """
-    moments = [ChannelMoments.none(len(place.layer.weight)) for _ in place.nodes]
-    for batch in lockstep.run_to([*place.nodes]):
-        for interpreter, values, node, each in zip(
-            lockstep.interpreters, batch, place.nodes, moments, strict=True
+    moments = [ChannelMoments.none(len(shared.layer.weight)) for _ in shared.nodes]
+    for batch in lockstep.run_to([*shared.nodes]):
+        for interpreter, values, node, layer_moments in zip(
+            lockstep.interpreters, batch, shared.nodes, moments, strict=True
         ):
             layer = interpreter.traced.linear(str(node.target))
             source = inputs(node)[0]
@@ -201,7 +201,7 @@ def _moments(lockstep: Lockstep, place: _Place) -> list[ChannelMoments]:
                 if isinstance(layer, nn.Linear)
                 else output.transpose(0, 1).flatten(1)
             )
-            each.add(by_channel.detach().double().cpu())
+            layer_moments.add(by_channel.detach().double().cpu())
 
     return moments
 

@@ -107,16 +107,16 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
     return read * inside.flatten(1).to(read)
 
 
-def draw(places: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return the indices of at most `count` of `places` positions, drawn at random.
+def draw(size: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return the indices of at most `count` of `size` positions, drawn at random.
 
     All indices are returned, in order, where there are no more than `count`.
 
     Args:
-        places: The number of positions.
+        size: The number of positions.
         count: The largest number of indices.
         generator: The source of the random numbers.
     """
-    if places <= count:
-        return torch.arange(places)
-    return torch.randperm(places, generator=generator)[:count]
+    if size <= count:
+        return torch.arange(size)
+    return torch.randperm(size, generator=generator)[:count]

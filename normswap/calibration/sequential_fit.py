@@ -211,11 +211,14 @@ class End:
             ours: The layer's node in the result.
         """
         nodes = (theirs, ours)
-        ends = [_follow(each.traced, node) for each, node in zip(interpreters, nodes, strict=True)]
+        ends = [
+            _follow(interpreter.traced, node)
+            for interpreter, node in zip(interpreters, nodes, strict=True)
+        ]
         arms = ends[0].arms + ends[1].arms
         if len(arms) < 2 or any(
-            each.index[arm] >= each.index[node]
-            for each, arm, node in zip(interpreters, arms, nodes, strict=True)
+            interpreter.index[arm] >= interpreter.index[node]
+            for interpreter, arm, node in zip(interpreters, arms, nodes, strict=True)
         ):
             arms = ()
         return cls(ends[0].scale, arms)

@@ -94,7 +94,7 @@ def factors(x: Tensor, alpha: float) -> Tensor:
     """
     # A channel may lose no more than one with normal values of deviation 1.
     quantiles = torch.special.ndtri((torch.arange(NORMAL) + 0.5) / NORMAL)[None]
-    most = lost(quantiles, torch.tensor([alpha]))
+    largest_loss = lost(quantiles, torch.tensor([alpha]))
 
     # Step k stands for the factor 2^(-k / STEPS). The first step that loses little enough is found.
     low = torch.zeros(len(x))
@@ -102,7 +102,7 @@ def factors(x: Tensor, alpha: float) -> Tensor:
     while bool((low < high).any()):
         middle = ((low + high) / 2).floor()
         # NaN is not greater than `most`, so a channel with NaN always fits and gets the factor 1.
-        fits = ~(lost(x, alpha * 2 ** (-middle / STEPS)) > most)
+        fits = ~(lost(x, alpha * 2 ** (-middle / STEPS)) > largest_loss)
         low = torch.where(fits, low, middle + 1)
         high = torch.where(fits, middle, high)
     return 2 ** (-low / STEPS)
@@ -116,7 +116,7 @@ def lost(x: Tensor, alpha: Tensor) -> Tensor:
         alpha: The alpha of each channel, (C,), or of all, (1,).
     """
     x = x - x.mean(1, keepdim=True)
-    bent = torch.tanh(alpha[:, None] * x)
-    bent = bent - bent.mean(1, keepdim=True)
-    slope = (x * bent).mean(1, keepdim=True) / x.square().mean(1, keepdim=True).clamp_min(1e-30)
-    return (bent - slope * x).square().mean(1) / bent.square().mean(1).clamp_min(1e-30)
+    output = torch.tanh(alpha[:, None] * x)
+    output = output - output.mean(1, keepdim=True)
+    slope = (x * output).mean(1, keepdim=True) / x.square().mean(1, keepdim=True).clamp_min(1e-30)
+    return (output - slope * x).square().mean(1) / output.square().mean(1).clamp_min(1e-30)

@@ -371,10 +371,10 @@ def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
     """
     # Follow the readers of the module's output until none is new.
     visited = set(builder.traced.calls[id(builder.traced.modules[path])])
-    ahead = list(visited)
-    while ahead:
-        users = {user for user in builder.traced.users[ahead.pop()] if user not in ends}
-        ahead += users - visited
+    pending = list(visited)
+    while pending:
+        users = {user for user in builder.traced.users[pending.pop()] if user not in ends}
+        pending += users - visited
         visited |= users
     return any(node.op == "output" for node in visited)
 

@@ -61,16 +61,16 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
 
     # Go from value to value, up to the writers and down to the readers.
     stream = Stream()
-    ahead = [*starts]
-    while ahead:
-        node = ahead.pop()
+    pending = [*starts]
+    while pending:
+        node = pending.pop()
         if node in stream.values:
             continue
         stream.values.add(node)
-        ahead += _above(builder, stream, node)
+        pending += _above(builder, stream, node)
         for user in builder.traced.users[node]:
             if _passes(builder, user) and builder.axes.get(user) is not None:
-                ahead.append(user)
+                pending.append(user)
             elif not _ignores_the_mean(builder, node, user):
                 raise NotFoldable(_complaint(user))
 

@@ -383,13 +383,13 @@ class _GraphReader(NodeReader):
         linear layer counts as part of that layer.
         """
         # Walk up from the output, and stop at the first norm, activation or linear layer.
-        ahead = [self.nodes[-1]]
+        pending = [self.nodes[-1]]
         visited = set[fx.Node]()
         widths = set[int]()
         from_norms = False
         from_inputs = False
-        while ahead:
-            for node in inputs(ahead.pop()):
+        while pending:
+            for node in inputs(pending.pop()):
                 sources = inputs(node)
                 after_linear = any(self.is_linear(source) for source in sources)
                 if self.is_norm(node) or (self.is_activation(node) and not after_linear):
@@ -402,7 +402,7 @@ class _GraphReader(NodeReader):
                     from_inputs = True
                 elif node not in visited:
                     visited.add(node)
-                    ahead.append(node)
+                    pending.append(node)
         return from_norms and not widths and not from_inputs, frozenset(widths)
 
     def dropout(self, classifier: fx.Node) -> str | None:

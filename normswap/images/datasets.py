@@ -344,9 +344,9 @@ def _check_place(place: Path) -> None:
         raise SourceError(f"{place} is neither a folder nor a file")
 
     visits: Counter[tuple[int, int]] = Counter()
-    ahead = [(place, frozenset({_identity(place)}))]
-    while ahead:
-        folder, above = ahead.pop()
+    pending = [(place, frozenset({_identity(place)}))]
+    while pending:
+        folder, above = pending.pop()
         for inner in _folders_in(folder):
             identity = _identity(inner)
             visits[identity] += 1
@@ -356,7 +356,7 @@ def _check_place(place: Path) -> None:
                 raise SourceError(
                     f"more than {_MOST_LINKS} links show {inner}", remedy="Remove them"
                 )
-            ahead.append((inner, above | {identity}))
+            pending.append((inner, above | {identity}))
 
 
 def _folders_in(folder: Path) -> list[Path]:

@@ -104,12 +104,14 @@ def _empty_group_norm(old: nn.Module, *, like: Tensor, groups: int, eps: float) 
     mean, _ = affine.statistics(old)
     channels = mean.numel()
     act = affine.copied_activation(old)
-    typed = empty_like_norm(old, like)
+    typed_like = empty_like_norm(old, like)
     if act is None:
-        return nn.GroupNorm(groups, channels, eps=eps, dtype=typed.dtype, device=typed.device)
+        return nn.GroupNorm(
+            groups, channels, eps=eps, dtype=typed_like.dtype, device=typed_like.device
+        )
 
     new = GroupNormAct(
-        channels, groups, apply_act=False, eps=eps, dtype=typed.dtype, device=typed.device
+        channels, groups, apply_act=False, eps=eps, dtype=typed_like.dtype, device=typed_like.device
     )
     new.act = act
     return cast(nn.Module, new)

@@ -289,11 +289,11 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
     The size beside the call is empty, because the row is no image.
     """
     layers = nn.Module.modules(model)
-    first = next(
+    first_layer = next(
         (each for each in layers if next(nn.Module.parameters(each, False), None) is not None), None
     )
-    if isinstance(first, nn.Embedding):
-        row = torch.arange(8, device=first.weight.device) % first.num_embeddings
+    if isinstance(first_layer, nn.Embedding):
+        row = torch.arange(8, device=first_layer.weight.device) % first_layer.num_embeddings
         yield (), Example((row[None],))
 
 

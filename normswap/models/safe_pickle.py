@@ -124,10 +124,10 @@ def _is_network(candidate: object) -> bool:
 def _named_tensors(network: _Inert) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors that `state_dict` has, in its order."""
     # A stack, not a recursion, since a network may be said to hold itself.
-    ahead = [(network, "", 0)]
+    pending = [(network, "", 0)]
     count = 0
-    while ahead:
-        module, prefix, level = ahead.pop()
+    while pending:
+        module, prefix, level = pending.pop()
         count += 1
         if count > _MOST_MODULES or level > _MOST_LEVELS:
             raise ValueError("it has more modules than a network has")
@@ -142,4 +142,4 @@ def _named_tensors(network: _Inert) -> Iterator[tuple[str, Tensor]]:
         below = [
             (child, f"{prefix}{name}.", level + 1) for name, child in children if child is not None
         ]
-        ahead += reversed(below)
+        pending += reversed(below)

@@ -89,18 +89,18 @@ def hash_tensors(state: Mapping[str, Tensor]) -> str:
 
 def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the beginning of the SHA-256 of each tensor's name, dtype, shape and values."""
-    _, each = hash_all(state)
-    return each
+    _, hashes = hash_all(state)
+    return hashes
 
 
 def hash_all(state: Mapping[str, Tensor]) -> tuple[str, dict[str, str]]:
     """Return the results of `hash_tensors` and `hash_each`. The values are read only once."""
     descriptions = _descriptions(state)
-    each = {
+    hashes = {
         name: hashlib.sha256(description).hexdigest()[:16]
         for name, description in descriptions.items()
     }
-    return hashlib.sha256(b"".join(descriptions.values())).hexdigest(), each
+    return hashlib.sha256(b"".join(descriptions.values())).hexdigest(), hashes
 
 
 def _descriptions(state: Mapping[str, Tensor]) -> dict[str, bytes]:

@@ -97,13 +97,13 @@ def _before_activation(builder: PlanBuilder, site: Site) -> bool:
     if site.activation is not None:
         return True
     calls = builder.traced.calls.get(id(site.module), ())
-    ahead: list[fx.Node] = []
+    reached: list[fx.Node] = []
     for call in calls:
         # timm has its `drop_block`, an identity, between a norm and its activation.
-        ahead += readers(builder, call, builder.is_identity)
+        reached += readers(builder, call, builder.is_identity)
 
-    final = [node for node in ahead if not builder.is_identity(node)]
-    return bool(final) and all(map(NodeReader(builder.traced).is_activation, final))
+    final_readers = [node for node in reached if not builder.is_identity(node)]
+    return bool(final_readers) and all(map(NodeReader(builder.traced).is_activation, final_readers))
 
 
 def _reset(builder: PlanBuilder) -> None:

@@ -87,14 +87,14 @@ def readers(
     users = builder.traced.users
     met: set[fx.Node] = set()
 
-    ahead = [*users[node]]
-    while ahead:
-        reader = ahead.pop()
+    pending = [*users[node]]
+    while pending:
+        reader = pending.pop()
         if reader not in met:
             met.add(reader)
             yield reader
             if passes(reader):
-                ahead += users[reader]
+                pending += users[reader]
 
 
 def exchanged(step: Step, layer: str, other: str) -> Step:

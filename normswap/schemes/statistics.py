@@ -125,11 +125,11 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
         where: What must read the convolution's values next: `activation`, or with `conv` an
             activation or another linear layer.
     """
-    places = []
+    paths = []
     for node in builder.traced.nodes:
         conv = builder.traced.module(node)
         path = str(node.target)
-        if not isinstance(conv, _ConvNd) or path in places or not builder.anatomy.takes_part(path):
+        if not isinstance(conv, _ConvNd) or path in paths or not builder.anatomy.takes_part(path):
             continue
         if not _goes_on(builder, node, linear=where == "conv"):
             continue
@@ -137,14 +137,14 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
         shape = node.meta["shape"]
         if len([call for call in builder.traced.calls[id(conv)] if call.graph is node.graph]) > 1:
             builder.notes.append(f"{path} gets no norm: it is called more than once")
-        elif read := builder.traced.read_directly(conv):
-            builder.notes.append(f"{path} gets no norm: forward reads {read} by itself")
+        elif tensor_path := builder.traced.read_directly(conv):
+            builder.notes.append(f"{path} gets no norm: forward reads {tensor_path} by itself")
         elif (
             isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node)
         ):
-            places.append(path)
+            paths.append(path)
 
-    return places
+    return paths
 
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
@@ -161,10 +161,10 @@ def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
         treats_alike = is_add(reader) or is_mul(reader) or channel_axes.is_step(traced, reader)
         return builder.is_identity(reader) or treats_alike
 
-    ahead = readers(builder, node, passes)
+    reached = readers(builder, node, passes)
     return any(
         _activates(traced, each) or (linear and isinstance(traced.module(each), LINEAR))
-        for each in ahead
+        for each in reached
     )
 
 
