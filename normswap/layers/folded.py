@@ -124,7 +124,7 @@ class Folded(PlannedLayer):
             RefusedError: The layer absorbed two norms behind it, or one before it.
         """
         takes = fold_options.get("takes", ())
-        norms_after: list[tuple[nn.Module, tuple[int, int] | None]] = []
+        norms_after: list[tuple[nn.Module, slice]] = []
         takes_before = False
         for module, absorption in zip(reads, takes, strict=True):
             if absorption.way is AbsorbMode.AFTER:
