@@ -26,7 +26,7 @@ CopyTensor: TypeAlias = Callable[[Tensor, Memo], Tensor]
 
 
 def dotted(path: str, name: str) -> str:
-    """Return the path of the child `name` of the module at `path`; the network's path is empty."""
+    """Return the path of the child `name` of the module at `path`. The network has the path ""."""
     return f"{path}.{name}".removeprefix(".")
 
 

@@ -86,7 +86,7 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
 
 
 def _as_python(value: object) -> str:
-    """Return a value as Python code; None gives an empty text."""
+    """Return a value as Python code, or an empty text for None."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -244,7 +244,7 @@ class VerificationError(NormswapError):
 
 
 class WrongResultError(VerificationError):
-    """The result was compared, and it is wrong; a command ends with exit code 1."""
+    """The result was compared, and it is wrong. A command then ends with exit code 1."""
 
 
 class TrainingError(NormswapError):
@@ -273,7 +273,7 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
 
 
 class WeightsNote(UserWarning):
-    """A remark on weights that were read; the command line prints it for the user."""
+    """A remark on weights that were read, which the command line prints for the user."""
 
 
 class NewHeadNote(WeightsNote):
@@ -281,7 +281,7 @@ class NewHeadNote(WeightsNote):
 
 
 class LeftBehindNote(UserWarning):
-    """A remark on what a killed process left behind; the command line prints it for the user."""
+    """A remark on what a killed process left behind, which the command line prints for the user."""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from normswap.errors import OptionError
 
 @functools.cache
 def load(group: str) -> None:
-    """Import every entry point of `group`; the import registers schemes or norms.
+    """Import every entry point of `group`, which registers schemes or norms.
 
     Raises:
         OptionError: An entry point cannot be imported.

@@ -296,7 +296,7 @@ def _whole_number(digits: str) -> int:
 
 
 def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object.
+    """Return the JSON object that has these pairs of key and value.
 
     Raises:
         UnreadableError: The object has a key twice.

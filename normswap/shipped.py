@@ -26,7 +26,7 @@ def recipes() -> Path:
 
 
 def register_networks() -> None:
-    """Import the networks beside the recipes, once; they register themselves with timm."""
+    """Import the networks beside the recipes, once. They register themselves with timm."""
     for file in (recipes() / name for name in _NETWORKS):
         name = f"normswap.recipes.{file.stem}"
         if name in sys.modules:

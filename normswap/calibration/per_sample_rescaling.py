@@ -245,7 +245,7 @@ class NormInputs:
         return scale * (self.var.mean(1, keepdim=True) / variance).sqrt()
 
     def descended(self, scale: Tensor) -> Tensor:
-        """Return the scales (G, c) to which gradient descent on the loss leads; signs stay."""
+        """Return the scales (G, c) to which gradient descent on the loss leads. Signs stay."""
         # The copy's tensors can be saved for the gradient. Those of inference mode cannot.
         inputs = NormInputs.joined([self])
         log = torch.zeros_like(scale, requires_grad=True)

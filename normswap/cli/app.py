@@ -342,7 +342,7 @@ def _notes_on_stderr() -> Iterator[None]:
 
 
 def _fail(message: str) -> int:
-    """Print an error in one line on stderr; return exit code 2."""
+    """Print an error in one line on stderr, and return exit code 2."""
     say_aside(f"error: {' '.join(message.split())}")
     return 2
 

@@ -241,7 +241,7 @@ class ImageOpening(Opening):
         return values
 
     def state(self, model: nn.Module) -> nn.Module:
-        """Write the stated preprocessing into the network's record; return the network."""
+        """Write the stated preprocessing into the network's record, and return the network."""
         from normswap.models.preprocessing import state
 
         return state(model, self.stated())
@@ -319,7 +319,7 @@ class Images:
     device: Device = "cpu"
 
     def loader(self, model: nn.Module, *, seed: int = 0, labelled: bool | None = True) -> Loader:
-        """Return batches as the network takes them; remarks on the images go to stderr.
+        """Return batches as the network takes them. Remarks on the images go to stderr.
 
         Args:
             model: The network that the images are prepared for.

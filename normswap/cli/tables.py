@@ -88,7 +88,7 @@ def plain(value: object) -> object:
 
 
 def _print(renderable: RenderableType, least: int = 0) -> None:
-    """Print what rich renders; a pipe gets no blanks at the ends of lines.
+    """Print what rich renders. A pipe gets no blanks at the ends of lines.
 
     Args:
         renderable: A text, table or grid of rich's.
@@ -145,7 +145,7 @@ def table(
 
 
 def facts(*pairs: tuple[str, object]) -> None:
-    """Print names and values in two columns; a pair without a value is left out.
+    """Print names and values in two columns. A pair without a value is left out.
 
     A pipe gets the longest word whole, so that a path is never cut.
 
@@ -170,7 +170,7 @@ def facts(*pairs: tuple[str, object]) -> None:
 
 
 def next_step(*words: object) -> None:
-    """Print the command that most people want next; the reader replaces words in capitals."""
+    """Print the command that most people want next. The reader replaces words in capitals."""
     say(f"next: normswap {shlex.join(map(str, words))}")
 
 

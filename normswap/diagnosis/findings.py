@@ -181,7 +181,7 @@ class Case:
         return module if isinstance(module, LINEAR) else None
 
     def is_called(self, site: StoredNorm) -> bool:
-        """Whether the recorded forward calls a norm; True if no forward could be recorded."""
+        """Whether the forward calls a norm. Without a recorded forward, every norm counts."""
         return self.traced is None or bool(self.calls(site))
 
     @cached_property
@@ -420,7 +420,7 @@ def _tensor_or_none(module: nn.Module, name: str) -> Tensor | None:
 
 
 def correlation(first: Tensor, second: Tensor) -> float:
-    """Return Pearson's correlation of two vectors; 0 if one of them is constant."""
+    """Return Pearson's correlation of two vectors, or 0 if one of them is constant."""
     first = first - first.mean()
     second = second - second.mean()
     return float(first @ second / (first.norm() * second.norm()).clamp_min(1e-30))

@@ -351,10 +351,10 @@ def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
 
 
 def _divergence(image_moments: Tensor, mean: Tensor, var: Tensor) -> float:
-    """Return the KL divergence of N(observed) from N(mean, var), the mean of the middle channels.
+    """Return how far the images' channels are from N(mean, var), as a KL divergence.
 
     KL = (r - 1 - log r + (m - mean)^2 / var) / 2 with r = v / var, where m and v are the observed
-    mean and variance.
+    mean and variance of a channel. Of all channels, the middle ones are averaged.
 
     Args:
         image_moments: Mean and mean square of each channel in each image, (2, N, C).

@@ -363,7 +363,7 @@ def _is_bare_batchnorm(module: nn.Module) -> bool:
 
 
 def _source(traced: Traced, call: fx.Node) -> fx.Node | None:
-    """Return the node whose value a call reads, above identities; None if it reads several."""
+    """Return the node whose value a call reads, above identities, or None if it reads several."""
     sources = inputs(call)
     while len(sources) == 1 and is_identity(traced.module(sources[0])):
         sources = inputs(sources[0])

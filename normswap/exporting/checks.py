@@ -94,7 +94,7 @@ class Figures:
 
     @property
     def verdict(self) -> str:
-        """PROVED, NOT PROVED or WRONG of a file that claims to be exact; MEASURED of int8."""
+        """PROVED, NOT PROVED or WRONG if the file claims to be exact, or else (int8) MEASURED."""
         return verdict.word(exact=self.exact, passed=self.passed, unproved=bool(self.unproved))
 
     @property

@@ -24,7 +24,7 @@ from normswap.sites.known_norms import KINDS, NormKind, Statistics
 
 
 class DynamicTanh(PlannedLayer, OwnLayer):
-    """y = act(weight * tanh(alpha * x) + bias), with one alpha; weight and bias are per channel."""
+    """y = act(weight * tanh(alpha * x) + bias), with one alpha, weight and bias per channel."""
 
     NORMALIZES = True
     PARTNER = "Whitened"

@@ -221,7 +221,7 @@ def torchs_own(norm: SiteNorm, dims: int) -> _BatchNorm:
 
 
 class EmptyNorm(PlannedLayer):
-    """A BatchNorm in place of a per-sample norm; `sequential_fit` sets its values."""
+    """A BatchNorm in place of a per-sample norm. `sequential_fit` sets its values."""
 
     KEEPS_NORM = True
 

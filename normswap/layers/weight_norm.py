@@ -79,7 +79,7 @@ class SpectralNorm(PlannedLayer):
 
 
 def _filter_dim(layer: nn.Module) -> int:
-    """Return the dimension of the weight that counts its filters; 1 in a transposed convolution."""
+    """Return the weight's dimension that counts filters: 0, or 1 if the layer is transposed."""
     return int(getattr(layer, "transposed", False))
 
 

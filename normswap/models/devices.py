@@ -8,7 +8,7 @@ from normswap.models import calling
 
 
 def find(name: str) -> torch.device:
-    """Return the device of a name; `auto` is the accelerator, or else the CPU.
+    """Return the device of a name. `auto` is the accelerator, or else the CPU.
 
     Raises:
         OptionError: Torch does not know the name, or this machine has no such device.

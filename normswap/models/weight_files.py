@@ -360,7 +360,7 @@ def check_network(model: nn.Module, origin: str) -> None:
 def _check_for(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
     """Raise SourceError if tensors of a network that must be finite are not.
 
-    A buffer may hold infinities or NaN, as masks and observers do; running statistics may not.
+    A buffer may hold infinities or NaN, as masks and observers do. Running statistics may not.
 
     Args:
         model: The network.

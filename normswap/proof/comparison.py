@@ -366,7 +366,7 @@ class _Comparison:
         self.own_change = max(self.own_change, change)
 
     def _judge_inside(self, example: Example, outputs: Outputs, others: Outputs) -> None:
-        """Judge blocks, last layers and labels; outputs that show no error are proved by these.
+        """Judge blocks, last layers and labels, which prove outputs that could show no error.
 
         Args:
             example: The first call.
@@ -788,7 +788,7 @@ def _proved_inside(errors: Sequence[Error], blocks: Sequence[str], *, are_labels
 
 
 def _last_layers_of(source: Source) -> list[str]:
-    """Return the paths of a network's last layers; none where its forward cannot be seen."""
+    """Return the paths of a network's last layers, or none if its forward cannot be recorded."""
     try:
         return _last_layers(source.anatomy.traced)
     except NormswapError:
@@ -819,7 +819,7 @@ def _are_labels(value: Tensor) -> bool:
 
 
 def _is_the_same(value: Tensor, other: Tensor | None) -> bool:
-    """Whether both have the same shape and numbers; false where there is no second value."""
+    """Whether both values have the same shape and numbers. It is false without a second value."""
     return other is not None and value.shape == other.shape and bool((value == other).all())
 
 

@@ -157,7 +157,7 @@ class Distance:
 
     @property
     def relative_l2(self) -> float:
-        """The distance |a - b| / |a|, or the share of unequal labels; infinite if incomparable.
+        """The distance |a - b| / |a|, or the share of unequal labels. Incomparable values give inf.
 
         If the source's values a are exactly zero, it is |b|.
         """
@@ -171,7 +171,7 @@ class Distance:
 
     @property
     def largest(self) -> float:
-        """The largest difference, max |a - b| / max |a|; of labels the share of unequal ones."""
+        """The largest difference, max |a - b| / max |a|, or the share of unequal labels."""
         if not self.is_comparable or self.are_labels or not self._size:
             return self.relative_l2
         return self._most / self.peak
@@ -328,7 +328,7 @@ class OutputDistances:
 
     @property
     def worst_name(self) -> str:
-        """The name of the output that differs most; empty where none was compared."""
+        """The name of the output that differs most. It is empty if no output was compared."""
         return max(self.by_output, key=lambda name: self.by_output[name].relative_l2, default="")
 
     def error(self) -> Error:

@@ -393,7 +393,7 @@ def _is_near(value: Tensor, other: Tensor) -> bool:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a module another tensor under a name; a parameter keeps its identity.
+    """Give a module another tensor under a name. A parameter keeps its identity.
 
     Args:
         module: The module that owns the tensor.

@@ -44,7 +44,7 @@ class JudgedError:
 
     @property
     def is_within(self) -> bool:
-        """Whether the error passes; NaN does not."""
+        """Whether the error passes. NaN never does."""
         return self.error.relative_l2 <= self.allowed
 
 
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """PROVED, NOT PROVED or WRONG of what claims to be exact; MEASURED of what does not."""
+        """PROVED, NOT PROVED or WRONG if the result claims to be exact, or else MEASURED."""
         return word(exact=self.exact, passed=self.passed, unproved=bool(self.unproved))
 
     @property

@@ -78,7 +78,7 @@ def run(progress: Callable[[str], None] = _ignore) -> Body:
 
 
 def _converted(source: nn.Module, progress: Callable[[str], None]) -> dict[str, nn.Module]:
-    """Convert the network to each scheme, save it and load it again; return networks by scheme."""
+    """Convert the network to each scheme, save it and load it again. Return the loaded ones."""
     networks = {}
     with left_behind.temporary_folder("normswap-demo-") as folder:
         for scheme in SCHEMES:

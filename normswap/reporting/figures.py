@@ -97,7 +97,7 @@ def _axes() -> Axes:
 
 
 def _svg(axes: Axes) -> str:
-    """Return the drawing as an address that holds all its data; the same drawing gives the same."""
+    """Return a `data:` address that holds the drawing. Equal drawings have equal addresses."""
     drawing = axes.figure
     assert isinstance(drawing, Drawing)
     if axes.get_legend_handles_labels()[1]:

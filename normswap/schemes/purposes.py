@@ -37,7 +37,7 @@ _OPACUS_LAYERS: dict[type[nn.Module], str] = {
 
 
 def plan_federated(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a learnable scale for every fixed sign; refuse modules that keep statistics."""
+    """Plan a learnable scale for every fixed sign, and refuse modules that keep statistics."""
     builder = PlanBuilder(anatomy)
     for path, module in anatomy.traced.modules.items():
         _refuse_statistics(builder, path, anatomy.site(path))

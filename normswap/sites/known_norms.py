@@ -222,9 +222,10 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def is_believed(module: nn.Module) -> bool:
-    """Whether a norm is known to compute what its record says, so that nothing is measured.
+    """Whether a norm's class is enough to know what the norm computes.
 
-    Its forward is that of a class in the table, or its class is normswap's own or registered.
+    It is if the forward comes from a class in `KINDS`, or if the class is normswap's own or was
+    registered by the user. Otherwise the norm is run to find out.
     """
     if "forward" in vars(module):
         return False

@@ -92,7 +92,7 @@ def text(file: Path, content: str) -> Path:
 
 
 def table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Path:
-    """Write the given columns of each row as CSV, whole or not at all; None is an empty cell.
+    """Write the given columns of each row as CSV, whole or not at all. None is an empty cell.
 
     Args:
         file: The path of the file.

@@ -164,7 +164,7 @@ class _FilesOfSave:
                 )
 
     def _identity(self, name: str) -> tuple[int, ...] | None:
-        """Return numbers that differ once a file is changed or replaced; None without a file."""
+        """Return numbers that differ once a file is changed or replaced, or None without a file."""
         file = self.folder / name
         try:
             status = file.lstat()

@@ -215,7 +215,7 @@ def find(model: nn.Module, path: str, who: str) -> Held:
 
 
 def _module(model: nn.Module, path: str, who: str) -> nn.Module:
-    """Return the module at a path; for a parameter that scales channels, a LayerScale with it.
+    """Return the module at a path, or a LayerScale that holds the parameter at the path.
 
     Args:
         model: The network.

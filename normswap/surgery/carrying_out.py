@@ -56,7 +56,7 @@ class Conversion:
 
     @property
     def plan(self) -> Plan:
-        """Everything done since the bare architecture; its last steps are this conversion."""
+        """Everything done since the bare architecture. Its last steps are this conversion."""
         return self.network.provenance.plan
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ConvertOptions(TypedDict, total=False):
-    """The options of all schemes, for editors. A scheme refuses the options of another."""
+    """The options of all schemes with their types, which a code editor can complete."""
 
     only: str | Sequence[str]
     skip: str | Sequence[str]

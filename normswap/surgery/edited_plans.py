@@ -218,7 +218,7 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
 
 
 def _differs(value: object, planned: object) -> bool:
-    """Return whether two numbers differ; other values are not compared.
+    """Return whether two numbers differ. Other values are not compared.
 
     Args:
         value: The value of the edited plan.

@@ -183,7 +183,7 @@ def _weight_learns(module: nn.Module) -> bool:
 
 
 def _beta_flags(module: nn.Module) -> Iterator[bool]:
-    """Yield whether the beta or bias of a module learns; nothing where it has none."""
+    """Yield whether the beta or bias of a module learns, or nothing if it has none."""
     beta = _tensor(module, _BETAS)
     if beta is not None:
         yield beta.requires_grad
@@ -198,7 +198,7 @@ def _tensor(module: nn.Module, names: Sequence[str]) -> Tensor | None:
 
 
 def _learning(module: nn.Module) -> bool | None:
-    """Return whether any parameter of a module learns; None where it has no parameter."""
+    """Return whether any parameter of a module learns, or None if it has no parameter."""
     flags = [parameter.requires_grad for parameter in nn.Module.parameters(module)]
     return any(flags) if flags else None
 

@@ -139,7 +139,7 @@ def _built(network: Network, like: str) -> nn.Module:
 
 
 def _classes(network: Network) -> int:
-    """Return how many classes a network tells apart; 0 where nothing says it.
+    """Return how many classes a network tells apart, or 0 if nothing says it.
 
     The rows of its classifier's weight say it, or else the argument `num_classes` of its builder.
     """

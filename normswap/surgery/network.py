@@ -366,7 +366,7 @@ class Network:
 
 
 def calls_of(images: Batches, network: Network) -> Iterable[Example]:
-    """Return images as calls of a network; they can be iterated repeatedly if the images can.
+    """Return images as calls of a network. They can be iterated repeatedly if the images can.
 
     Args:
         images: Batches, a function that returns them, or a single batch.

@@ -45,7 +45,7 @@ def recorded(result: nn.Module, directory: Path) -> str:
 
 
 def how(result: nn.Module) -> Body:
-    """Return the keywords that open the source of a result; none if nothing recorded them.
+    """Return the keywords that open the source of a result, as far as they were recorded.
 
     They are keywords of `checkpoint.open_model`.
     """

@@ -20,7 +20,7 @@ def verify(
     exact: bool = True,
     seed: int | None = None,
 ) -> Report:
-    """Measure how far `result` is from `source`, in their own precision; neither is changed.
+    """Measure how far `result` is from `source`, in their own precision. Neither is changed.
 
     Args:
         source: The network that `result` is compared with, or its record.

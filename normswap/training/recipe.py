@@ -100,7 +100,7 @@ class Data(Part):
 
 
 class Clip(Part):
-    """`optim.clip`: gradient clipping; AGC leaves the classifier alone, by role."""
+    """`optim.clip`: gradient clipping. AGC leaves the classifier alone."""
 
     mode: Literal["agc", "norm", "value"] = Field(
         "agc", description="Adaptive (Brock et al. 2021), by norm or value."
