@@ -36,7 +36,18 @@ class _SidecarPart(BaseModel):
 
 
 class ImageInput(_SidecarPart):
-    """The images that a file takes: size (C, H, W), and batch, None if any number is taken."""
+    """The images that a file takes.
+
+    Args:
+        name: The name of the input in the file.
+        dtype: The type of the numbers.
+        layout: The order of the dimensions: NCHW.
+        batch: The number of images at a time. None if any number is taken.
+        size: The size of an image, (C, H, W).
+        channels: The meaning of the channels: RGB, or L for one of brightness. None if it is not
+            known.
+        range: The least and the largest number of a pixel, before it is normalized.
+    """
 
     name: Word
     dtype: Word
@@ -48,7 +59,14 @@ class ImageInput(_SidecarPart):
 
 
 class Resizing(_SidecarPart):
-    """How an image gets its size."""
+    """How an image gets its size.
+
+    Args:
+        to: Height and width to which the image is resized, before it is cropped.
+        crop_pct: The share of these sides that the crop keeps.
+        crop_mode: The way of cropping, by timm's name: center, squash or border.
+        interpolation: The way of resizing, by timm's name, such as bicubic.
+    """
 
     to: Annotated[list[Side], Field(min_length=2, max_length=2)]
     crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
@@ -57,7 +75,12 @@ class Resizing(_SidecarPart):
 
 
 class Normalization(_SidecarPart):
-    """Mean and deviation of each channel, of pixels in 0..1."""
+    """The numbers by which pixels in 0..1 are normalized.
+
+    Args:
+        mean: The mean of each channel, which is subtracted.
+        std: The deviation of each channel, by which pixels are then divided.
+    """
 
     mean: Means
     std: Deviations
@@ -70,7 +93,13 @@ class Normalization(_SidecarPart):
 
 
 class Answer(_SidecarPart):
-    """The file's answer, and what its numbers mean."""
+    """The file's answer, and what its numbers mean.
+
+    Args:
+        name: The name of the output in the file.
+        dtype: The type of the numbers.
+        labels: The names of the classes, in order. None if they are not known.
+    """
 
     name: Word
     dtype: Word
@@ -78,7 +107,13 @@ class Answer(_SidecarPart):
 
 
 class NamedTensor(_SidecarPart):
-    """One of several inputs or outputs. The first side is None if any batch size is taken."""
+    """One of several inputs or outputs.
+
+    Args:
+        name: Its name in the file.
+        dtype: The type of its numbers.
+        shape: Its sides. The first one is None if any batch size is taken.
+    """
 
     name: Word
     dtype: Word
@@ -119,7 +154,19 @@ class CheckedFigures(BaseModel):
 
 
 class SidecarOfImages(_SidecarPart):
-    """The sidecar of a file that takes images and gives one answer."""
+    """The sidecar of a file that takes images and gives one answer.
+
+    Args:
+        input: The images that the file takes.
+        resize: How an image gets its size.
+        normalize: How pixels are normalized. None if the file does this itself.
+        assumed: The names of the values that the network does not state, for which usual ones stand
+            here.
+        output: The answer that the file gives.
+        precision: The types in which the file stores weights and computes.
+        checked: How far the file was from its network. A word says why it was not checked.
+        quantization: How the file was quantized. None for a file that was not.
+    """
 
     input: ImageInput
     resize: Resizing

@@ -131,10 +131,10 @@ def adaptive_clip_(
 ) -> list[Tensor]:
     """Clip the gradients of each output's weights, in place, to a share of the weights' norm.
 
-    It computes what timm's `adaptive_clip_grad` computes, with a fifth of the kernels, except that
-    the classifier is left alone, and that the outputs of a transposed convolution are found in
-    dimension 1 of its weight. As with timm's, each number of a gain (C, 1, 1, 1) is an output of
-    its own; DeepMind's code keeps gains as (C,), and clips them as one.
+    It computes what timm's `adaptive_clip_grad` computes, with a fifth of the kernels. There are
+    two exceptions: the classifier is left alone, and the outputs of a transposed convolution are
+    found in dimension 1 of its weight. Each number of a gain (C, 1, 1, 1) is an output of its own,
+    as for timm. DeepMind's code keeps gains as (C,), and clips them as one output.
 
     Args:
         model: The network after `backward`, and after its gradients were unscaled.
@@ -144,9 +144,8 @@ def adaptive_clip_(
             the first call.
 
     Returns:
-        The norms of the gradients before they were clipped, by output, as torch's
-        `clip_grad_norm_` returns its one: for each parameter whose gradient may be clipped, in
-        order, a tensor that broadcasts to it.
+        The norms of the gradients before they were clipped, by output. There is one tensor for each
+        parameter whose gradient may be clipped, in order. It broadcasts to the parameter.
 
     Raises:
         OptionError: `share` is not positive, or no layer is known to give the logits.
