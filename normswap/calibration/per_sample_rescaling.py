@@ -166,10 +166,11 @@ class NormInputs:
             groups: The number of groups of the result's GroupNorm.
             eps: The eps of the result's GroupNorm.
         """
+        # A squared error of 1 in a channel's input changes the norm's output by `effect`. Only the
+        # ratios between channels matter.
         scale, _ = site_of(norm).scale_and_shift
         _, variance = site_of(norm).input_moments
         effect = scale.square()
-        # Only the ratios between the costs matter.
         effect = effect / effect.max().clamp_min(1e-30)
 
         # Take the moments about the mean over all images.

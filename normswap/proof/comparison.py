@@ -373,8 +373,11 @@ class _Comparison:
             outputs: The source's outputs by name.
             others: The result's outputs by name.
         """
+        # `blind` is the reason why nothing would be proved, if no value below shows an error.
         nothing = _nothing_to_compare(outputs)
         self.blind = nothing or _CONSTANT
+
+        # A result that need not equal the source is measured at its outputs only.
         if not self.exact:
             self.shows_errors = nothing is None
             if nothing is not None:
@@ -389,6 +392,7 @@ class _Comparison:
                 constant.append(name or "the output")
         self.shows_errors = bool(moving)
 
+        # Where outputs show no error, values inside that move with the input are compared instead.
         errors = [error for error in self.sites if self.claims.keep(error.site)]
         if constant or not moving:
             errors = self._errors_that_show(example, outputs)
