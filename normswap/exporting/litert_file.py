@@ -120,7 +120,12 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
 
 
 def _finished(content: bytes, contents: FileContents) -> bytes:
-    """Return the file with the signature's names and with the metadata."""
+    """Return the file with the signature's names and with the metadata.
+
+    Args:
+        content: The file, as the converter and the quantizer made it.
+        contents: The network, its signature and its metadata.
+    """
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
@@ -128,6 +133,7 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     model = schema.ModelT.InitFromPackedBuf(bytearray(content))
     graph = model.subgraphs[0]
     called = model.signatureDefs[0]
+
     # The converter ends its own names in the number of the input or output.
     for maps, names in ((called.inputs, signature.inputs), (called.outputs, signature.outputs)):
         maps.sort(key=lambda entry: int(entry.name.rpartition(b"_")[2]))
@@ -135,16 +141,19 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
             entry.name = graph.tensors[entry.tensorIndex].name = name
     graph.inputs = [entry.tensorIndex for entry in called.inputs]
     graph.outputs = [entry.tensorIndex for entry in called.outputs]
+
     noted = schema.MetadataT(name=_METADATA, buffer=len(model.buffers))
     model.metadata = [*(model.metadata or []), noted]
     text = json.dumps(dict(contents.metadata)).encode()
     model.buffers.append(schema.BufferT(data=np.frombuffer(text, np.uint8)))
+
     # The bytes of some buffers lie behind the records, at an offset that will not hold any longer.
     for buffer in model.buffers:
         if buffer.offset:
             buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
             buffer.offset = buffer.size = 0
         buffer.Pack = functools.partial(_aligned, buffer)
+
     builder = flatbuffers.Builder(len(content))
     builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
     return bytes(builder.Output())

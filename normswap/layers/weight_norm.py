@@ -29,7 +29,14 @@ class WeightNorm(PlannedLayer):
     def replacing(
         cls, old: Linearity, *reads: nn.Module, like: Tensor, **fold_options: Unpack[FoldOptions]
     ) -> nn.Module:
-        """Return a copy that has absorbed its neighbours, with a weight norm of its weight."""
+        """Return a copy that has absorbed its neighbours, with a weight norm of its weight.
+
+        Args:
+            old: The linear layer or convolution.
+            reads: The modules that are absorbed.
+            like: An empty tensor of the model's dtype. If that is float64, so is the result.
+            fold_options: The options of `folded`.
+        """
         new = folded(old, reads, like=like, **fold_options)
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
@@ -55,7 +62,14 @@ class SpectralNorm(PlannedLayer):
     def replacing(
         cls, old: Linearity, *reads: nn.Module, like: Tensor, **fold_options: Unpack[FoldOptions]
     ) -> nn.Module:
-        """Return a copy that has absorbed its neighbours, with a spectral norm of its weight."""
+        """Return a copy that has absorbed its neighbours, with a spectral norm of its weight.
+
+        Args:
+            old: The linear layer or convolution.
+            reads: The modules that are absorbed.
+            like: An empty tensor of the model's dtype. If that is float64, so is the result.
+            fold_options: The options of `folded`.
+        """
         new = folded(old, reads, like=like, **fold_options)
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()

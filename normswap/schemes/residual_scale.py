@@ -41,7 +41,12 @@ LARGEST = 2.0**15
 
 
 def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
-    """Plan the folded network with blocks y = a x + b f(x), with a rule's factors a and b."""
+    """Plan the folded network with blocks y = a x + b f(x), with a rule's factors a and b.
+
+    Args:
+        anatomy: The recorded network.
+        rule: The name of the rule, a key of `RULES`.
+    """
     check_blocks(anatomy)
 
     depth = len(anatomy.blocks)

@@ -138,8 +138,8 @@ def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
     """
     norms = [norm.path for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     others = [path for path in norms if path not in builder.refusals]
-    # A pattern of a whole part is short, and names its linear layers, too, which then stay as they
-    # are: the norms beside it may need them. A pattern of norms alone leaves them.
+    # There are two ways. Patterns of whole parts are short, but also leave out the linear layers in
+    # these parts, which norms beside them may need. Patterns of norms alone leave out nothing else.
     beside = [path for path in anatomy.traced.modules if path and path not in builder.refusals]
     patterns_of_parts = naming(builder.refusals, others)
     patterns_of_norms = naming(builder.refusals, beside)
