@@ -186,6 +186,15 @@ class Example:
             return self._around(list(images))
         return self.map(lambda _: images)
 
+    def _of_dict(self, batch: Mapping[str, object]) -> Example:
+        """Return a dict as the one argument of a network that takes a dict, or else as keywords."""
+        if self.args and isinstance(self.args[0], Mapping):
+            return Example((batch,))
+        keywords = dict(batch)
+        if "labels" not in self.kwargs:
+            keywords.pop("labels", None)
+        return Example((), keywords)
+
     def read(self, batch: object) -> tuple[Example, object]:
         """Return a batch as a call of this form, and the labels beside it, or None.
 
@@ -198,15 +207,8 @@ class Example:
             return batch, None
         if isinstance(batch, Tensor):
             return self.of(batch), None
-        # A dict is the one argument of a network that takes a dict, or else holds the keywords.
         if isinstance(batch, Mapping):
-            labels = batch.get("labels")
-            if self.args and isinstance(self.args[0], Mapping):
-                return Example((batch,)), labels
-            keywords = dict(batch)
-            if "labels" not in self.kwargs:
-                keywords.pop("labels", None)
-            return Example((), keywords), labels
+            return self._of_dict(batch), batch.get("labels")
 
         if not isinstance(batch, list | tuple) or not batch:
             return Example((batch,)), None

@@ -90,11 +90,9 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
             continue
 
         # Any of the three options may keep a filter's mean.
-        keeps_mean = mean == "keep"
-        if position == 0 and stem == "keep":
-            keeps_mean = True
-        if own_forwards.is_depthwise(module) and depthwise == "keep":
-            keeps_mean = True
+        keeps_as_stem = position == 0 and stem == "keep"
+        keeps_as_depthwise = own_forwards.is_depthwise(module) and depthwise == "keep"
+        keeps_mean = mean == "keep" or keeps_as_stem or keeps_as_depthwise
 
         linear = builder.linear(path)
         linear.layer = "StandardizedConv"

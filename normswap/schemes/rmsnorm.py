@@ -63,16 +63,7 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
     for call in calls:
         values += inputs(call)
 
-    # Inputs that belong to no stream so far begin a new one.
-    centred: set[fx.Node] = set()
-    for stream in streams:
-        centred.update(stream.values)
-    uncentred = [value for value in values if value not in centred]
-    if uncentred:
-        try:
-            streams.append(residual_stream.around(builder, uncentred))
-        except NotFoldable as why:
-            raise NotFoldable(f"its input must keep its mean: {why}") from None
+    _add_stream(builder, values, streams)
 
     role = next(other.role for other in builder.anatomy.norms if other.path == path)
     # Users take the input of the last norm as features, except where a class token is joined with
@@ -99,6 +90,32 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
         for reader in readers:
             builder.linear(reader).add(path, AbsorbMode.BEFORE_SHIFT)
         builder.settle(path, _becomes_one(f"its shift moves to {', '.join(readers)}"))
+
+
+def _add_stream(
+    builder: PlanBuilder, values: list[fx.Node], streams: list[residual_stream.Stream]
+) -> None:
+    """Add a stream for the values that belong to none so far, if there are any.
+
+    Args:
+        builder: The plan in the making.
+        values: The inputs of a norm.
+        streams: The streams that are to be centred.
+
+    Raises:
+        NotFoldable: The new stream cannot be centred.
+    """
+    centred: set[fx.Node] = set()
+    for stream in streams:
+        centred.update(stream.values)
+    uncentred = [value for value in values if value not in centred]
+    if not uncentred:
+        return
+
+    try:
+        streams.append(residual_stream.around(builder, uncentred))
+    except NotFoldable as why:
+        raise NotFoldable(f"its input must keep its mean: {why}") from None
 
 
 def _becomes_one(reason: str = "") -> Outcome:
