@@ -232,7 +232,11 @@ def _unwrapped(content: object, file: Path) -> StateDict:
 
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
-    strangers = [_shown_key(key) for key, value in content.items() if not _is_entry(key, value)]
+    strangers = [
+        _shown_key(key)
+        for key, value in content.items()
+        if not isinstance(key, str | int) or not (isinstance(value, Tensor) or _is_extra(str(key)))
+    ]
     if strangers or not content:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {first_few(strangers)}")
 
@@ -262,11 +266,6 @@ def _without_wrappers(name: str) -> str:
 def _is_extra(name: str) -> bool:
     """Return whether a state dict has the extra state of a layer under this name."""
     return name.rpartition(".")[2] == EXTRA_STATE
-
-
-def _is_entry(key: object, value: object) -> bool:
-    """Whether a state dict may have an entry of this key and value."""
-    return isinstance(key, str | int) and (isinstance(value, Tensor) or _is_extra(str(key)))
 
 
 def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
