@@ -187,3 +187,15 @@ def test_modes_stay(scheme: str, training: bool) -> None:
     before = {name: module.training for name, module in source.named_children()}
     assert modes == before
     assert done.model.training is training
+
+
+def test_directions_of_a_frozen_weight_stay_frozen() -> None:
+    """Weight norm keeps the directions of the filters apart; their lengths carry the gamma."""
+    source = Pair().eval()
+    source.conv1.requires_grad_(False)
+
+    done = normswap.convert(source, "weightnorm", inputs=IMAGES)
+
+    learns = {name.rpartition(".")[2]: flag for name, flag in flags(done.model.conv1).items()}
+    assert learns == {"original0": True, "original1": False, "bias": True}
+    assert all(flags(done.model.conv2).values())
