@@ -52,7 +52,7 @@ def measured(name: str) -> Row:
 
     return {
         "departures": [
-            vars(departure) for departure in compiling.compare(network, network.calls[0])
+            vars(departure) for departure in compiling.compare_compiled(network, network.calls[0])
         ]
     }
 
