@@ -3,7 +3,8 @@
 As for networks, a float32 file may be off by 1e-5, or by four times the distance between the source
 in float32 and in float64, which is measured if 1e-5 is exceeded (in random networks rounding errors
 grow from block to block). A file in half precision may be off by a few times what rounding to that
-precision costs the network in PyTorch, on the same inputs. int8 claims nothing: it is measured.
+precision costs the network in PyTorch, on the same inputs. int8 claims nothing: it is measured. So
+is a file that gives labels alone: equal labels do not show that the scores behind them are right.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ _ROUNDED = 16
 _NEARLY_ZERO = 1e-6
 # Inputs are kept until they hold so many samples, to run a file of the source on them.
 _KEPT = 64
-# Such a file may be off by twice what a file of the source itself is off by.
+# Such a file may be off by twice what a file of the source itself is off by, but by no more than a
+# file that gives 0.
 _AS_UNFOLDED = 2
+_OF_ZEROS = 1.0
 # int8 has no limit of its own: its cost is reported, and the user judges it. A file that always
 # answers 0 is off by 1.
 _INT8 = 1.0
@@ -71,9 +74,10 @@ class Figures:
         missing: The first weight or bias that is nowhere in the file. It is looked for only if the
             runtime does not show the values inside of a file.
         exact: Whether the file claims to compute what the network does, up to the rounding of its
-            precision. int8 does not.
+            precision. int8 does not, nor does a file whose outputs are all labels.
         unproved: Why no comparison could have shown an error. Empty if one could.
-        remark: A sentence on the tolerance that the reader must know. Empty if there is none.
+        remark: A sentence on the tolerance, or on what was compared, that the reader must know.
+            Empty if there is none.
     """
 
     relative_l2: float
@@ -94,7 +98,7 @@ class Figures:
 
     @property
     def verdict(self) -> str:
-        """PROVED, NOT PROVED or WRONG if the file claims to be exact, or else (int8) MEASURED."""
+        """PROVED, NOT PROVED or WRONG if the file claims to be exact, or else MEASURED."""
         return verdict.word(exact=self.exact, passed=self.passed, unproved=bool(self.unproved))
 
     @property
@@ -198,12 +202,11 @@ def check(
     figures = _looked_into(figures, reference, inside, compared.first, dtype)
     if not figures.passed and _is_nearly_zero(figures, compared):
         own = compared.error_of_unfolded()
+        allowed = Allowance(dtype, figures.tolerance, own, _AS_UNFOLDED, _OF_ZEROS)
         remark = (
             f"its answers are nearly zero, and a file of the source itself is off by {own:.1e} here"
         )
-        figures = replace(
-            figures, tolerance=max(figures.tolerance, _AS_UNFOLDED * own), remark=remark
-        )
+        figures = replace(figures, tolerance=allowed.most, remark=remark)
     if refuse and figures.unproved:
         remedy = "Give images that it has an answer to"
         raise VerificationError(f"nothing proves {what}", figures.unproved, remedy)
@@ -421,10 +424,15 @@ class _Compared:
             shown = None
         hits = self.hits[names[0]] if names else _Hits()
 
-        is_proof = self.dtype != "int8"
         unproved = ""
         if error.relative_l2 <= allowed_at[worst]:
             unproved = self._unproved(allowed_at)
+        labels = [name for name, distance in by_output.items() if distance.are_labels]
+        moving_numbers = [
+            name
+            for name in by_output
+            if name not in labels and self.changes[name] > allowed_at[name]
+        ]
 
         return Figures(
             relative_l2=error.relative_l2,
@@ -437,9 +445,25 @@ class _Compared:
             source_top1=hits.top1("source", self.distances.count),
             top1=hits.top1("file", self.distances.count),
             output=error.output if several else "",
-            exact=is_proof,
+            exact=self.dtype != "int8" and bool(moving_numbers or not labels),
             unproved=unproved,
+            remark=self._remark_on_labels(labels),
         )
+
+    def _remark_on_labels(self, labels: list[str]) -> str:
+        """Say of which outputs only labels were compared: a small error of a score is not seen.
+
+        Args:
+            labels: The names of the outputs that are labels.
+        """
+        errors = [self.distances.by_output[name].relative_l2 for name in labels]
+        if not labels or self.dtype == "int8" or not math.isfinite(max(errors)):
+            return ""
+        where = ""
+        if len(self.distances.by_output) > 1:
+            where = f" of {', '.join(labels[:4])}"
+        equal = f"{100 * (1 - max(errors)):.4g} %"
+        return f"only labels were compared{where}, not the scores behind them: {equal} are equal"
 
     def _allowed(self, name: str) -> float:
         """Return the relative L2 error that is allowed at one output."""

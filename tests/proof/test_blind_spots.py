@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.exporting import checks
-from normswap.exporting.checks import Figures, Reference
+from normswap.exporting.checks import Batch, Figures, Inside, Reference
 from normswap.exporting.signature import Signature
 from normswap.models.calling import Example
 from normswap.proof import comparison, doubles
@@ -169,7 +172,7 @@ def test_float64_decides_on_every_call_that_float32_cannot_judge() -> None:
     network = Network(Chaotic(), [IMAGES, torch.randn(2, 3, 9, 9)])
     precise = doubles.compare_double(network, lambda: Chaotic(1.05).double())
 
-    report = comparison.compare(network, Chaotic(1.05), precise=precise)
+    report = comparison.compare_networks(network, Chaotic(1.05), precise=precise)
 
     assert report.verdict == "WRONG"
 
@@ -183,11 +186,24 @@ def figures_of(
     outputs: tuple[str, ...] = ("a",),
     softmax: bool = False,
     rounded: Callable[[Tensor], object] | None = None,
+    unfolded: Callable[[Tensor], object] | None = None,
 ) -> Figures:
     signature = Signature(Example((torch.empty(0),)), ("x",), outputs, whole=True)
     reference = Reference(Gives(source), signature, softmax)
     reference = replace(reference, rounded=rounded)  # type: ignore[arg-type]
-    return checks.check(reference, file, [(rows, None)], dtype=dtype, refuse=False)  # type: ignore[arg-type]
+    inside: Inside | None = None
+    if unfolded is not None:
+        context: Any = partial(nullcontext, unfolded)
+        reference = replace(reference, unfolded=context)
+        inside = partial(_inside, source, file)
+    batches: list[Batch] = [(rows, None)]
+    runs: Any = file
+    return checks.check(reference, runs, batches, dtype=dtype, refuse=False, inside=inside)
+
+
+def _inside(source: Forward, file: Callable[[Tensor], object]) -> tuple[nn.Module, Any]:
+    """The network, and a runtime that shows the file's output as the only value inside."""
+    return Gives(source), file
 
 
 def _masked(x: Tensor, weight: Tensor) -> Tensor:
@@ -265,3 +281,88 @@ def test_a_file_of_one_number_for_all_images_is_proved() -> None:
     figures = figures_of(lambda x, w: linear(x, w).sum(), lambda x: linear(x, WEIGHT).sum())
 
     assert figures.verdict == "PROVED"
+
+
+LABELS = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 3.0], [4.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("shift", "verdict"), [(1e-3, "MEASURED"), (2.0, "WRONG")], ids=["too little", "enough"]
+)
+def test_equal_labels_of_a_file_prove_no_scores(shift: float, verdict: str) -> None:
+    added = torch.tensor([0.0, 0.0, shift])
+
+    figures = figures_of(
+        lambda x, w: (x * w.mean()).argmax(1), lambda x: (x + added).argmax(1), LABELS
+    )
+
+    assert figures.verdict == verdict
+    assert "labels" in figures.remark
+
+
+def test_labels_beside_numbers_of_a_file_are_said_to_be_labels() -> None:
+    figures = figures_of(
+        lambda x, w: ((x * w.mean()).argmax(1), linear(x, w)),
+        lambda x: (x.argmax(1), linear(x, WEIGHT)),
+        LABELS,
+        outputs=("labels", "scores"),
+    )
+
+    assert figures.verdict == "PROVED"
+    assert "labels" in figures.remark
+
+
+def test_a_file_of_labels_beside_a_constant_number_is_not_proved() -> None:
+    figures = figures_of(
+        lambda x, w: ((x * w.mean()).argmax(1), 0 * linear(x, w) + 1),
+        lambda x: (x.argmax(1), torch.ones(len(x), 4)),
+        LABELS,
+        outputs=("labels", "scores"),
+    )
+
+    assert figures.verdict == "MEASURED"
+
+
+def _mixed(x: Tensor, weight: Tensor, by: float = 1.0) -> Tensor:
+    """Boxes of some hundreds beside scores of about 1e-3, in one tensor."""
+    return torch.cat([640 * linear(x, weight), by * 1e-3 * linear(x, weight)], 1)
+
+
+@pytest.mark.parametrize("by", [1.0, 1.0 + 1e-6, 1.01, 1.5])
+@pytest.mark.parametrize("is_last", [False, True], ids=["channels first", "channels last"])
+def test_small_channels_beside_large_ones_are_compared_by_themselves(
+    by: float, is_last: bool
+) -> None:
+    def arranged(x: Tensor, weight: Tensor, by: float = 1.0) -> Tensor:
+        mixed = _mixed(x, weight, by)
+        return mixed.unsqueeze(1).repeat(1, 5, 1) if is_last else mixed.unsqueeze(2)
+
+    report = report_of(arranged, lambda x, w: arranged(x, w, by))
+
+    assert report.verdict == ("PROVED" if by < 1.001 else "WRONG")
+
+
+def test_small_channels_that_rounding_moves_are_no_mistake() -> None:
+    """What is left of a difference of large numbers is rounding, whoever computes it."""
+
+    def cancelled(x: Tensor, weight: Tensor, first: float = 1.0) -> Tensor:
+        large = linear(x, weight)
+        rest = (large + first * 3e3) - (first * 3e3 + large * (1 + 1e-6))
+        return torch.cat([large, rest], 1)
+
+    report = report_of(cancelled, lambda x, w: cancelled(x, w, 1.5))
+
+    assert report.verdict == "PROVED"
+
+
+@pytest.mark.parametrize(("own", "verdict"), [(0.0, "PROVED"), (1e6, "WRONG")])
+def test_a_file_of_the_source_that_is_garbage_excuses_nothing(own: float, verdict: str) -> None:
+    """Answers near zero are held to a file of the source, but never to more than giving 0."""
+    tiny = 1e-9
+    figures = figures_of(
+        lambda x, w: linear(x, tiny * w),
+        lambda x: (5 if own else 0) * linear(x, tiny * WEIGHT),
+        unfolded=lambda x: own * linear(x, tiny * WEIGHT),
+    )
+
+    assert figures.verdict == verdict
