@@ -261,7 +261,9 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
         )
 
     claims = applying.claims([step], earlier=network.provenance.plan.steps)
-    report = comparison.compare(network, result, exact=exact, precise=precise, claims=claims)
+    report = comparison.compare_networks(
+        network, result, exact=exact, precise=precise, claims=claims
+    )
     verdict.require_passed(report, step.scheme)
     agreement = held_out.measured(network.module, result, fitted.held, network.anatomy)
 

@@ -427,7 +427,9 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
         )
 
     claims = applying.claims(steps, earlier=source.provenance.plan.steps)
-    report = comparison.compare(source, last.model, exact=exact, precise=precise, claims=claims)
+    report = comparison.compare_networks(
+        source, last.model, exact=exact, precise=precise, claims=claims
+    )
 
     # The exact steps lose nothing, so the agreement of a single fitted step holds for all steps.
     fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
@@ -500,7 +502,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         precise = doubles.compare_double(network, lambda: unfolded(network.doubled()).module)
 
     result = unfolded(network)
-    report = comparison.compare(
+    report = comparison.compare_networks(
         network, result.module, precise=precise, claims=applying.claims(steps)
     )
     if report.unproved:

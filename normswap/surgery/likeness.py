@@ -77,7 +77,7 @@ def batchnorm_like(
     precise = doubles.compare_double(
         network, lambda: _undo_statistics(skeleton.doubled().module, maps)
     )
-    report = comparison.compare(network, module, precise=precise)
+    report = comparison.compare_networks(network, module, precise=precise)
     if report.unproved:
         verdict.require_passed(report, "batchnorm")
     if not report.passed:

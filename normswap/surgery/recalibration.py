@@ -209,7 +209,7 @@ def _restored(
     calls = calls_of(images, network)
     progress = network.progress
     notes = restore(result, bare, calls, means_only=means_only, progress=progress)
-    report = comparison.compare(network, result, exact=False)
+    report = comparison.compare_networks(network, result, exact=False)
     verdict.require_passed(report, step.scheme)
 
     return Conversion(network.after(result), report, {}, notes)

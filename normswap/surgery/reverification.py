@@ -96,7 +96,7 @@ def again(source: Network, result: nn.Module) -> Report:
     steps = Network(result).provenance.plan.steps
     exact = all(schemes.of(step).exact for step in steps)
     claims = applying.claims(steps)
-    report = comparison.compare(source, result, exact=exact, claims=claims)
+    report = comparison.compare_networks(source, result, exact=exact, claims=claims)
     if not report.unproved or not _holds_what_is_planned(source.module, result):
         return report
 
@@ -105,7 +105,7 @@ def again(source: Network, result: nn.Module) -> Report:
     precise = doubles.compare_double(
         source, lambda: applying.apply(source.module, steps, double=True)
     )
-    return comparison.compare(source, result, exact=exact, precise=precise, claims=claims)
+    return comparison.compare_networks(source, result, exact=exact, precise=precise, claims=claims)
 
 
 def _holds_what_is_planned(source: nn.Module, result: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from torch import nn
 
 from normswap.models import network_input
 from normswap.models.calling import Inputs
-from normswap.proof.comparison import compare
+from normswap.proof.comparison import compare_networks
 from normswap.proof.verdict import Report
 from normswap.surgery.network import Network
 
@@ -36,4 +36,6 @@ def verify(
         The distances by precision and input size, what is allowed, and whether that is kept.
     """
     network = Network.of(source, inputs=inputs, size=input_size, seed=seed)
-    return compare(network, network_input.require_module(result), exact=exact, traced=False)
+    return compare_networks(
+        network, network_input.require_module(result), exact=exact, traced=False
+    )

@@ -367,10 +367,10 @@ def test_a_wrong_head_fails_the_proof(x: Tensor) -> None:
     model = lived(Two(), x)
     result: Any = normswap.convert(model, to="folded", inputs=x).model
     network = Network(model, x)
-    assert comparison.compare(network, result).passed
+    assert comparison.compare_networks(network, result).passed
     wrong = copy.deepcopy(result)
     wrong.aux[0].weight.data *= 1.001
-    assert not comparison.compare(network, wrong).passed
+    assert not comparison.compare_networks(network, wrong).passed
     assert verify(model, wrong, x).passed  # eval mode alone does not see it
 
 

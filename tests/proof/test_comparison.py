@@ -52,7 +52,7 @@ def result(harm: Harm, double: bool = False) -> nn.Module:
 def compared(harm: Harm, exact: bool = True, double: bool = True) -> Report:
     network = Network(source(), inputs())
     precise = doubles.compare_double(network, lambda: result(harm, True)) if double else None
-    return comparison.compare(network, result(harm), exact=exact, precise=precise)
+    return comparison.compare_networks(network, result(harm), exact=exact, precise=precise)
 
 
 def none(block: Any, norm: Any) -> None:
@@ -249,7 +249,9 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     broken: Any = copy.deepcopy(good.model)
     broken.layer2[1].bn2.alpha.data *= 1.5
     precise = doubles.compare_double(Network(model, xs), lambda: copy.deepcopy(broken).double())
-    assert not comparison.compare(Network(model, xs), broken, precise=precise, traced=False).passed
+    assert not comparison.compare_networks(
+        Network(model, xs), broken, precise=precise, traced=False
+    ).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -360,7 +362,7 @@ def test_measuring_leaves_no_trace() -> None:
     converted = result(none).train()
     model.get_submodule("layer1").eval()
     modes = [module.training for module in model.modules()]
-    comparison.compare(Network(model, inputs()), converted)
+    comparison.compare_networks(Network(model, inputs()), converted)
     with pytest.raises(VerificationError, match="does not run on"):
         verify(model, converted, [torch.randn(2, 5, 8, 8)])
     assert [module.training for module in model.modules()] == modes
@@ -417,7 +419,9 @@ def test_chaos_is_no_excuse_where_float64_does_not_decide() -> None:
     assert not verify(model, wrong, inputs=x).passed
 
     precise = doubles.compare_double(Network(model, x), lambda: copy.deepcopy(wrong).double())
-    assert not comparison.compare(Network(model, x), wrong, precise=precise, traced=False).passed
+    assert not comparison.compare_networks(
+        Network(model, x), wrong, precise=precise, traced=False
+    ).passed
     assert not verify(copy.deepcopy(model).double(), wrong.double(), inputs=x.double()).passed
 
 

@@ -146,7 +146,7 @@ class Block(nn.Module):
 )
 def test_branches_that_do_nothing_are_said(share: float, said: list[str]) -> None:
     model = nn.Sequential(Block(share), nn.Conv2d(3, 2, 1)).double().eval()
-    assert list(comparison.compare(Network(model, X), model).remarks) == said
+    assert list(comparison.compare_networks(Network(model, X), model).remarks) == said
 
 
 def test_an_answer_of_zeros_points_nowhere() -> None:

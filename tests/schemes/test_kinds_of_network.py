@@ -18,7 +18,7 @@ from normswap.cli.app import main
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.models.calling import Example
-from normswap.proof.comparison import compare
+from normswap.proof.comparison import compare_networks
 from normswap.proof.held_out import HeldOutSplit, measured
 from normswap.surgery import conversion
 from normswap.surgery.network import Network
@@ -113,7 +113,7 @@ def test_an_answer_is_told_from_a_wave_and_from_features(
 
     assert kept is not None
 
-    error = compare(Network(one, x), two, exact=False).logits[-1]
+    error = compare_networks(Network(one, x), two, exact=False).logits[-1]
     assert (error.answer, error.axis, error.agreement) == (
         kept.answer,
         kept.axis,
