@@ -16,6 +16,7 @@ from torch.utils.benchmark import Timer
 
 from normswap.errors import first_line
 from normswap.plan import Body
+from normswap.proof import verdict
 
 ROUNDS = 15
 # The relative L2 distance that is allowed between answers, by precision. Runtimes sum in other
@@ -78,7 +79,9 @@ def run(
     Returns:
         A row for each contender. `status` is ok, wrong (the answers are not the network's, so it is
         not timed) or failed, and `reason` says why. `error` is the relative L2 distance of the
-        answers. Times are in ms: the median and the quartiles.
+        answers, and `verdict` its word: MEASURED or WRONG, as these bounds prove nothing. It is
+        None for the first contender and for one that failed. Times are in ms: the median and the
+        quartiles.
     """
     rows = check_contenders(contenders, images, device)
     timed: list[tuple[Contender, Tensor, list[float]]] = []
@@ -147,7 +150,8 @@ def check_contenders(
             "status": "ok",
             "reason": "",
         }
-        row |= dict.fromkeys(("error", "ms", "ms_low", "ms_high", "images_per_s", "speedup"))
+        unknown = ("verdict", "error", "ms", "ms_low", "ms_high", "images_per_s", "speedup")
+        row |= dict.fromkeys(unknown)
         rows.append(row)
 
         try:
@@ -157,12 +161,16 @@ def check_contenders(
             row |= {"status": "failed", "reason": first_line(error)}
             continue
 
+        is_first = first_answers is None
         if first_answers is None:
             first_answers = answers
         distance = relative_l2(answers, contender.expected(first_answers))
         row["error"] = distance
         allowed = max(BOUNDS[contender.precision], _TF32 if device.type == "cuda" else 0)
-        if not distance <= allowed:
+        is_right = distance <= allowed
+        if not is_first or not is_right:
+            row["verdict"] = verdict.word(exact=False, passed=is_right, unproved=False)
+        if not is_right:
             reason = f"its answers differ by {distance:.1e} (relative L2), allowed is {allowed:.0e}"
             row |= {"status": "wrong", "reason": reason}
     return rows

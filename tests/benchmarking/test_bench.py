@@ -35,6 +35,7 @@ KEYS = {
     "batch",
     "status",
     "reason",
+    "verdict",
     "error",
     "ms",
     "ms_low",
@@ -101,6 +102,8 @@ def test_what_is_wrong_or_fails_is_a_row_and_is_not_timed() -> None:
     rows = timing.run(contenders, IMAGES, device=CPU, threads=1, seconds=0.01)
 
     assert [row["status"] for row in rows] == ["failed", "ok", "ok", "wrong", "ok"]
+    verdicts = [row["verdict"] for row in rows]
+    assert verdicts == [None, None, "MEASURED", "WRONG", "MEASURED"]
     assert rows[0]["reason"] == "no such luck"
     assert rows[3]["error"] == pytest.approx(0.005, rel=1e-3)
     assert "differ by 5.0e-03" in rows[3]["reason"]

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from normswap.exporting.exported_file import ExportedFile
 
 KEYS = (
-    "rows (form, runtime, batch, status: ok, wrong or failed, reason, error, ms: the median, ms_low"
-    " and ms_high: quartiles, images_per_s, speedup: over the first row), settings, notes"
+    "rows (form, runtime, batch, status: ok, wrong or failed, reason, verdict: MEASURED, WRONG or"
+    " null, error, ms: the median, ms_low and ms_high: quartiles, images_per_s, speedup: over the"
+    " first row), settings, notes"
 )
 EXAMPLES = ("bench demo demo.onnx", "bench resnet50 --batch-size 1,8")
-_COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error")
+_COLUMNS = ("form, runtime", "ms", "quartiles", "images/s", "x first", "error", "verdict")
 
 
 def run(
@@ -49,7 +50,8 @@ def run(
 
     All take turns in one process, on the same images, with torch's number of threads
     (OMP_NUM_THREADS): the network in PyTorch, exported files in their own runtimes. Their answers
-    are compared first: a wrong one is reported, not timed.
+    are compared first: one that is WRONG is reported, not timed. On noise, with bounds wide enough
+    for int8, nothing is proved: `normswap verify FILE` does that.
     """
     batches = [text.strip() for text in batch_size.split(",")]
     if not all(batch.isdecimal() and int(batch) for batch in batches):
@@ -255,7 +257,7 @@ def _print_batch(title: str, rows: list[Body]) -> None:
     untimed = []
     for row in rows:
         if row["status"] != "ok":
-            untimed.append(f"{row['form']}: {row['status']}: {row['reason']}")
+            untimed.append(f"{row['form']}: {row['verdict'] or row['status']}: {row['reason']}")
             continue
 
         cells = (
@@ -265,8 +267,9 @@ def _print_batch(title: str, rows: list[Body]) -> None:
             f"{row['images_per_s']:.1f}",
             f"{row['speedup']:.2f}",
             f"{row['error']:.0e}",
+            row["verdict"] or "",
         )
         timed.append(cells)
 
-    table(title, _COLUMNS, timed, right=_COLUMNS[1:])
+    table(title, _COLUMNS, timed, right=_COLUMNS[1:-1])
     listing("not timed", untimed)

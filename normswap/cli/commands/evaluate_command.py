@@ -23,7 +23,7 @@ from normswap.plan import Body
 
 KEYS = (
     "source, data, top1 (percent), top5 (percent), loss, count, images_per_s, against (null, or"
-    " source, top1, agreement, enough)"
+    " source, top1, agreement, enough, verdict: MEASURED)"
 )
 EXAMPLES = (
     "evaluate demo --data demo",
@@ -55,6 +55,7 @@ def run(
         compared.enough(None)
     net = opening.open(model, device=images.device, runs=True)
     from normswap.images.accuracy import agreement, classify
+    from normswap.proof import verdict
 
     against: Body | None = None
     with bar(f"evaluating {model}") as progress:
@@ -79,6 +80,8 @@ def run(
     if against:
         is_enough = compared.enough(against["agreement"])
         against["enough"] = is_enough
+        # Agreement is counted, whatever it is: it claims nothing that could be wrong.
+        against["verdict"] = verdict.word(exact=False, passed=True, unproved=False)
 
     following: list[str] = []
     if is_enough and model.lower().endswith(tuple(kinds.EXPORTED)):
@@ -102,7 +105,7 @@ def _print(body: Body) -> None:
     against = body["against"]
     if against:
         rows.append(("against", f"{against['source']}: top-1 {against['top1']:.2f} %"))
-        rows.append(("agreement", f"{100 * against['agreement']:.2f} %"))
+        rows.append(("agreement", f"{against['verdict']}, {100 * against['agreement']:.2f} %"))
     facts(*rows)
 
     if against and not against["enough"]:

@@ -146,10 +146,12 @@ def run(
 def _print(body: Body) -> None:
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     tables.print_proof(body["report"])
+    answers: object = "not compared"
     if body["answers"] is not None:
         from normswap.surgery.recalibration import ChangedAnswers
 
-        facts(("answers", ChangedAnswers(**body["answers"])))
+        answers = ChangedAnswers(**body["answers"])
+    facts(("answers", f"{body['report']['verdict']}, {answers}"))
     if not body["passed"]:
         say(
             "warning: most answers change. If the network was trained with the statistics that it"
