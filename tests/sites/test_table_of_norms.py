@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from support import needs
 from support.kinds_of_norm import BY_NAME, KINDS
 from support.lived_in_networks import distance, run
 from support.sampled_tables import quick
@@ -51,6 +52,8 @@ def test_every_kind_of_norm_is_converted_or_refused_by_its_own_sentence(
     pair: tuple[str, str],
 ) -> None:
     kind, target = pair
+    if BY_NAME[kind].library:
+        needs.need(BY_NAME[kind].library)
     network, x, site = source(kind)
     reference = first(run(network, x))
 

@@ -169,6 +169,7 @@ class Kind:
         rank: The number of dimensions of the maps that it reads: 1, 2 or 3.
         network: Returns the network around the norm, given the norm and the rank.
         size: The size of the input. By default it is three samples of maps of this rank.
+        library: The package that has the norm, where it may not be installed (`support.needs`).
     """
 
     name: str
@@ -176,6 +177,7 @@ class Kind:
     rank: int = 2
     network: Callable[[nn.Module, int], nn.Module] = Residual
     size: tuple[int, ...] = ()
+    library: str = ""
 
     def build(self) -> tuple[nn.Module, Tensor]:
         """Return the network in float64 and eval mode, with random tensors, and its input."""
@@ -209,6 +211,22 @@ def of_opacus() -> nn.Module:
     validators = importlib.import_module("opacus.validators")
     fixed: nn.Module = validators.ModuleValidator.fix(nn.Sequential(nn.BatchNorm2d(WIDTH)))
     return fixed.get_submodule("0")
+
+
+def of_ultralytics() -> nn.Module:
+    """Return the BatchNorm of a YOLO layer, with the eps that Ultralytics sets."""
+    modules = importlib.import_module("ultralytics.nn.modules")
+    torch_utils = importlib.import_module("ultralytics.utils.torch_utils")
+    layer: nn.Module = modules.Conv(WIDTH, WIDTH)
+    torch_utils.initialize_weights(layer)
+    return layer.get_submodule("bn")
+
+
+def of_monai(name: object, rank: int) -> nn.Module:
+    """Return the norm that MONAI's factory makes of a name, for maps of this rank."""
+    utils = importlib.import_module("monai.networks.layers.utils")
+    norm: nn.Module = utils.get_norm_layer(name, rank, WIDTH)
+    return norm
 
 
 def untracked() -> nn.Module:
@@ -274,5 +292,10 @@ KINDS = (
     Kind("LayerNorm", lambda: nn.LayerNorm(WIDTH), 1, _tokens, (2, 6, 3)),
     Kind("RMSNorm", lambda: nn.RMSNorm(WIDTH), 1, _tokens, (2, 6, 3)),
     Kind("LocalResponseNorm", lambda: nn.LocalResponseNorm(3)),
+    Kind("Ultralytics BatchNorm2d", of_ultralytics, library="ultralytics"),
+    Kind("MONAI batch", lambda: of_monai("batch", 2), library="monai"),
+    Kind("MONAI batch, 3-D", lambda: of_monai("batch", 3), 3, library="monai"),
+    Kind("MONAI instance", lambda: of_monai("instance", 2), library="monai"),
+    Kind("MONAI group", lambda: of_monai(("group", {"num_groups": 2}), 2), library="monai"),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
