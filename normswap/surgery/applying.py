@@ -19,7 +19,7 @@ from normswap.errors import PlanError, first_line
 from normswap.layers import placeholders
 from normswap.layers.planned_layer import Held, PlannedLayer, planned_layers
 from normswap.models import calling
-from normswap.plan import Edit, Step
+from normswap.plan import AbsorbMode, Edit, Step
 from normswap.proof.comparison import Claims
 from normswap.proof.running import Replacements
 from normswap.sites.site import site_of
@@ -263,18 +263,20 @@ def claims(steps: Sequence[Step], earlier: Sequence[Step] = ()) -> Claims:
     every_step = [*earlier, *steps]
     rescales = not all(schemes.of(step).scheme.keeps_blocks for step in every_step)
 
-    # If a layer absorbs a norm that stands before it, the values between the two change, though the
-    # network computes the same.
-    moved_norms: list[tuple[str, str]] = []
+    # If a layer absorbs a norm or a LayerScale, the values between the two change, though the
+    # network computes the same. Each pair is in the order of the forward.
+    changed_between: list[tuple[str, str]] = []
     for step in steps:
         for edit in step.edits:
-            for norm_path, absorption in edit.absorbed:
-                if absorption.way.precedes:
-                    moved_norms.append((norm_path, edit.path))
+            for path, absorption in edit.absorbed:
+                if absorption.way.precedes or absorption.way is AbsorbMode.SUM:
+                    changed_between.append((path, edit.path))
+                if not absorption.way.precedes:
+                    changed_between.append((edit.path, path))
 
     return Claims(
         keeps_blocks=not rescales and not centres_streams(every_step),
-        moved_norms=tuple(moved_norms),
+        changed_between=tuple(changed_between),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from timm.layers import LayerScale2d
 from torch import Tensor, nn
 
 import normswap
@@ -399,4 +400,51 @@ def test_a_block_whose_norm_moves_into_the_layer_behind_it_is_proved() -> None:
     wrong = copy.deepcopy(done.model)
     with torch.no_grad():
         wrong.get_submodule("5").get_parameter("bias")[0].add_(0.01)
+    assert normswap.verify(source, wrong, images).verdict == "WRONG"
+
+
+class Mixer(nn.Module):
+    """A sum with a projection behind it, so that the sum is a block of this module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = nn.Conv2d(8, 8, 3, padding=1)
+        self.project = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project((x + self.local(x)).relu())
+
+
+class Scaled(nn.Module):
+    """A residual block whose branch is a mixer, and its norm and LayerScale outside of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = Mixer()
+        self.norm = nn.BatchNorm2d(8)
+        self.scale = LayerScale2d(8, init_values=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale(self.norm(self.mixer(x)))
+
+
+def test_a_block_that_takes_in_the_layers_behind_it_is_proved() -> None:
+    """As EfficientFormerV2's attention takes in its LayerScale; a wrong one is still seen."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Scaled(), nn.Conv2d(8, 4, 1)
+    source = nn.Sequential(*layers).eval()
+    for module in source.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()  # type: ignore[union-attr]
+            module.running_var.uniform_(0.3, 3)  # type: ignore[union-attr]
+    images = torch.randn(2, *SIZE)
+
+    done = normswap.convert(source, "folded", inputs=images)
+
+    block = next(error for error in done.report.sites if error.site == "2.mixer")
+    assert block.relative_l2 > 1e-2
+    assert done.report.verdict == "PROVED"
+    wrong = copy.deepcopy(done.model)
+    with torch.no_grad():
+        wrong.get_submodule("2.mixer.local").get_parameter("bias")[0].add_(0.01)
     assert normswap.verify(source, wrong, images).verdict == "WRONG"
