@@ -108,12 +108,11 @@ def by_restoring(x: Tensor) -> Moments:
 
 def of_ghosts(x: Tensor) -> Moments:
     """Each ghost batch is a batch, what is left joins the last: the mean of means, and of unbiased
-    variances.
+    variances, each counted by its images.
     """
-    mean, variance = (
-        np.mean(values, 0) for values in zip(*map(by_numpy, x.split([4, 6])), strict=True)
-    )
-    return mean, variance
+    sizes = [4, 6]
+    means, variances = zip(*map(by_numpy, x.split(sizes)), strict=True)
+    return np.average(means, 0, sizes), np.average(variances, 0, sizes)
 
 
 ESTIMATORS: dict[str, tuple[Callable[[Tensor], Moments], Callable[[Tensor], Moments]]] = {
