@@ -224,7 +224,7 @@ PYTHON: list[tuple[Any, dict[str, Any], str]] = [
     ("folded", {"only": "layer9"}, 'only="layer9" names no norm'),
     ("opacus", {}, 'purpose="opacus"'),
     ("skipinit", {"purpose": "privacy"}, "purpose=federated"),
-    ("skipinit", {}, '`to="folded"` works'),
+    ("skipinit", {}, '`to="folded"` needs none'),
     ("skipnit", {}, "Did you mean skipinit"),
     (None, {}, "unknown scheme None"),
 ]
