@@ -219,7 +219,7 @@ def param_groups(
     Raises:
         OptionError: The policy is unknown, or a number is out of range.
     """
-    network_input.require_module(model)
+    model = network_input.unwrapped(network_input.require_module(model))
     numbers = {"weight_decay": weight_decay, "lr": lr, "scalar_lr_scale": scalar_lr_scale}
     for option, number in numbers.items():
         if number is not None and not 0 <= number < float("inf"):

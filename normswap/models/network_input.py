@@ -21,6 +21,15 @@ from normswap.sites.site import site_of
 
 # What transformers and torchvision call the answer among several outputs.
 ANSWERS = ("logits", "out")
+# The attribute that holds the network, by the class of what wraps it.
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "AveragedModel": "module",
+    "GradSampleModule": "_module",
+}
+_MOST_WRAPPERS = 8
 # The base of torch's int8 layers, which only those who quantize import.
 _QUANTIZED = "WeightedQuantizedModule"
 # Where torch defines exported programs, and the class of their modules.
@@ -108,6 +117,36 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 yield dotted(path, name), tensor
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the network inside of what other programs wrap it in; else the network itself.
+
+    These are the results of torch.compile, DDP, DataParallel and AveragedModel, Opacus'
+    GradSampleModule, and a module of Lightning whose parameters all belong to one network.
+    """
+    for _ in range(_MOST_WRAPPERS):
+        inside = _inside(model)
+        if inside is None:
+            break
+        model = inside
+    return model
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    """Return the network that a wrapper holds; None if the module is no wrapper."""
+    names = {base.__name__ for base in type(model).__mro__}
+    for name, attribute in _WRAPPERS.items():
+        if name in names:
+            return model._modules.get(attribute)
+
+    if "LightningModule" not in names:
+        return None
+    parameters = {id(parameter) for parameter in model.parameters()}
+    for child in model.children():
+        if parameters and {id(parameter) for parameter in child.parameters()} == parameters:
+            return child
+    return None
 
 
 def require_module(model: object) -> nn.Module:

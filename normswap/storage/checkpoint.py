@@ -143,7 +143,8 @@ def save(
     A network that normswap cannot build again is saved, too; `load` then needs its skeleton.
 
     Args:
-        result: The conversion, or the network.
+        result: The conversion, or the network, also inside of DDP, DataParallel, AveragedModel,
+            torch.compile, Opacus' GradSampleModule or a module of Lightning.
         directory: The place of the new directory.
         arch: How to build the bare architecture, where the network does not know it itself. A
             factory of your own is `Arch("package.module:factory", kwargs, "factory")`.
@@ -160,7 +161,7 @@ def save(
     """
     place = Path(directory)
     report = result.report if isinstance(result, Conversion) else None
-    model = network_input.require_module(result)
+    model = network_input.unwrapped(network_input.require_module(result))
     network_input.check_values(model)
     network_folder.check_writable(place, force=force)
     record = provenance.of(model)
@@ -231,7 +232,7 @@ def load(
     state = states[WEIGHTS]
 
     if skeleton is not None:
-        bare = _with_values(copying.duplicate(skeleton, {}), state)
+        bare = _with_values(copying.duplicate(network_input.unwrapped(skeleton), {}), state)
     else:
         bare = _build_bare(place, record.arch, trusted=trust_factory)
     model = applying.apply(bare, plan.steps)
