@@ -258,7 +258,8 @@ def load(
         sha256=record.sha256,
         pretrained_cfg=images,
         plan=plan,
-        norms=states.get(NORMS, {}),
+        # A plain dict, which is also read from a pickle of the whole network.
+        norms=dict(states.get(NORMS, {})),
         changed=weights is not None,
     )
     loaded = provenance.attach(model, origin)

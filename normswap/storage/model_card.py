@@ -71,6 +71,13 @@ def eval_results(accuracy: Accuracy | None) -> dict[str, bytes]:
     return {f".eval_results/{name}.yaml": yaml_dump([entry], sort_keys=False).encode()}
 
 
+# The tensors of frozen norms have the names of BatchNorm's, so timm loads them into BatchNorms.
+_THAWS = (
+    "The norms are frozen where normswap opens this network. timm opens it with BatchNorms: the"
+    " same in eval mode, but in training mode their statistics move."
+)
+
+
 def render(
     record: Provenance,
     report: Report | None,
@@ -122,6 +129,8 @@ def render(
         measured = _measured(report)
     if accuracy:
         measured = f"{accuracy}\n{measured}"
+    if record.arch is not None and record.arch.builder == "timm" and _is_frozen(record):
+        measured = f"{measured}\n{_THAWS}\n"
     reversible = record.norms and (not report or report.exact)
     return _CARD.read_text(encoding="utf-8").format(
         data=data.to_yaml(),
@@ -133,6 +142,12 @@ def render(
         code=code,
         back="; `--to unfold` brings the BatchNorm network back" if reversible else "",
     )
+
+
+def _is_frozen(record: Provenance) -> bool:
+    """Whether the last step that placed norms froze them."""
+    schemes_of_steps = [step.scheme for step in record.plan.steps]
+    return schemes_of_steps[-1:] == ["frozen-bn"]
 
 
 def loading_code(place: str, record: Provenance) -> str:

@@ -150,3 +150,19 @@ def test_commands_take_what_was_trained(
 def test_verify_still_asks_what_other_options_are_for(saved: Path) -> None:
     assert main(["verify", str(saved), "--arch", "resnet18"]) == 2
     assert main(["verify", str(saved), "--weights", "random"]) == 2
+
+
+def test_a_pickled_network_fills_too(saved: Path, trained: nn.Module, tmp_path: Path) -> None:
+    """Ultralytics' trainer pickles the whole network, in float16; none of its code is run."""
+    file = tmp_path / "last.pt"
+    torch.save({"epoch": 0, "model": None, "ema": trained}, file)
+
+    assert_same_tensors(normswap.load(saved, weights=file), trained)
+
+
+def test_a_card_says_that_timm_thaws_frozen_norms(saved: Path, tmp_path: Path) -> None:
+    frozen = normswap.convert(normswap.open("demo"), to="frozen-bn")
+    card = (checkpoint.save(frozen, tmp_path / "out") / "README.md").read_text()
+
+    assert "in training mode their statistics move" in card
+    assert "in training mode" not in (saved / "README.md").read_text()
