@@ -356,7 +356,7 @@ class Task:
         self.engine = engine
         self.share = Share(engine.process_index, engine.num_processes, train.accumulate)
         micro_batch_size = self.share.micro(recipe.data.batch_size)
-        mixes = recipe.data.augment.mixup or recipe.data.augment.cutmix
+        mixes = recipe.data.augment.mixes
         if mixes and micro_batch_size % 2:
             raise OptionError(
                 f"mixup needs an even number of images per process, not {micro_batch_size}"

@@ -305,7 +305,9 @@ class TrainingRun:
         update = self.at.update
         seed = self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))
-        task.scheduler.step_update(update)
+        in_epoch = update % task.per_epoch
+        task.scheduler.step_update(update - in_epoch if self.recipe.schedule.by_epoch else update)
+        task.objective.begin_update(update / task.per_epoch)
         first = task.optimizer.param_groups[0]
         self.lr = float(first["lr"] / first.get("lr_scale", 1.0))
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
+from timm.loss.binary_cross_entropy import BinaryCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.scheduler.multistep_lr import MultiStepLRScheduler
@@ -89,7 +90,9 @@ def scheduler(
         per_epoch: The number of updates in an epoch.
     """
     warmup = round(schedule.warmup * per_epoch)
-    start = optimizer.param_groups[0]["lr"] / (warmup + 1)
+    start = schedule.warmup_lr
+    if start is None:
+        start = optimizer.param_groups[0]["lr"] / (warmup + 1)
     common: dict[str, Any] = {"warmup_t": warmup, "warmup_lr_init": start, "t_in_epochs": False}
     kinds: dict[str, Callable[..., Scheduler]] = {
         "cosine": CosineLRScheduler,
@@ -312,8 +315,8 @@ class Objective:
     """The loss of one micro-batch.
 
     Args:
-        recipe: The recipe, of which `distill`, `train.smoothing` and `data.augment.{mixup,cutmix}`
-            are read.
+        recipe: The recipe, of which `distill`, `train.smoothing`, `train.bce` and the keys of
+            `data.augment` on mixup and cutmix are read.
         model: The network that learns.
         teacher: The teacher, where the recipe has one.
         classifies: Whether the output of the network may be scores of classes.
@@ -331,16 +334,33 @@ class Objective:
         # The weight of the labels in the loss.
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing = recipe.train.smoothing
+        self.bce = recipe.train.bce
 
         augment = recipe.data.augment
         classes: int | None = getattr(model, "num_classes", None)
         self.mixup: Mixup | None = None
-        if augment.mixup or augment.cutmix:
+        self.mixup_off = augment.mixup_off
+        if augment.mixes:
             if classes is None:
                 raise OptionError("data.augment.mixup needs a network that knows its num_classes")
             self.mixup = Mixup(
-                augment.mixup, augment.cutmix, label_smoothing=self.smoothing, num_classes=classes
+                augment.mixup,
+                augment.cutmix,
+                augment.cutmix_minmax,
+                prob=augment.mixup_probability,
+                switch_prob=augment.mixup_switch,
+                label_smoothing=self.smoothing,
+                num_classes=classes,
             )
+
+    def begin_update(self, epoch: float) -> None:
+        """Mix the images of the next update, unless the recipe ends mixing before.
+
+        Args:
+            epoch: The number of epochs done, as a fraction.
+        """
+        if self.mixup is not None and self.mixup_off is not None:
+            self.mixup.mixup_enabled = epoch < self.mixup_off
 
     def __call__(
         self, model: nn.Module, images: Tensor, labels: Tensor, seed: tuple[object, ...]
@@ -377,12 +397,19 @@ class Objective:
         loss = torch.zeros((), device=images.device)
         # `labels` and `distill.weight` are the weights of the two losses, of which either may be 0.
         if self.labels:
-            loss = self.labels * F.cross_entropy(scores(output), target, label_smoothing=smoothing)
+            loss = self.labels * self._label_loss(scores(output), target, smoothing)
         if self.distill and self.teacher:
             with torch.no_grad():
                 taught = self.teacher(images)
             loss = loss + self.distill.weight * teacher_loss(output, taught, self.temperature)
         return loss
+
+    def _label_loss(self, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+        """Return the mean loss of scores (N, classes) against labels or shares of classes."""
+        if self.bce:
+            loss: Tensor = BinaryCrossEntropy(smoothing)(logits, target)
+            return loss
+        return F.cross_entropy(logits, target, label_smoothing=smoothing)
 
 
 class Teacher(nn.Module):

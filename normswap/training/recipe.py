@@ -22,6 +22,8 @@ Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 AtLeastOne = Annotated[int, Field(ge=1, le=_LARGEST)]
 # Pixels, which take memory.
 Pixels = Annotated[int, Field(ge=0, le=2**14)]
+# The smallest range of the sides of a box. timm needs a pixel, so images of 10 pixels do.
+_LEAST_RANGE = 0.1
 # The seeds that torch's generators take.
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -72,6 +74,19 @@ class Augment(Part):
     erase: Share = Field(0.0, description="Chance of random erasing (timm's re_prob).")
     mixup: NotNegative = Field(0.0, description="Alpha of mixup; 0: off.")
     cutmix: NotNegative = Field(0.0, description="Alpha of cutmix; 0: off.")
+    cutmix_minmax: tuple[Share, Share] | None = Field(
+        None, description="Sides of cutmix's box, as shares of the image's; alpha is then 1."
+    )
+    mixup_probability: Share = Field(1.0, description="Chance that a batch is mixed.")
+    mixup_switch: Share = Field(0.5, description="Chance of cutmix, where both are on.")
+    mixup_off: NotNegative | None = Field(
+        None, description="Epoch from which nothing is mixed; null: never."
+    )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed, by mixup or cutmix."""
+        return bool(self.mixup or self.cutmix or self.cutmix_minmax)
 
 
 class Data(Part):
@@ -142,8 +157,12 @@ class Schedule(Part):
         "cosine", description="timm's scheduler."
     )
     warmup: NotNegative = Field(
-        0.0, description="Epochs (may be a fraction) from lr 0 to the peak."
+        0.0, description="Epochs (may be a fraction) from warmup_lr to the peak."
     )
+    warmup_lr: NotNegative | None = Field(
+        None, description="Lr at the first update of the warm-up; null: the peak / (updates + 1)."
+    )
+    by_epoch: bool = Field(False, description="Keep the lr of an epoch's first update.")
     min_lr: NotNegative = Field(0.0, description="Lr at the end.")
     milestones: tuple[Positive, ...] = Field(
         (), description="multistep: epochs; step: one number, every so many."
@@ -171,6 +190,7 @@ class Train(Part):
     compile: bool = Field(False, description="By torch.compile.")
     ema: Ema | None = None
     smoothing: Share = Field(0.0, description="Label smoothing.")
+    bce: bool = Field(False, description="timm's binary cross entropy, each class by itself.")
     sync_bn: bool = Field(False, description="BatchNorm statistics over all processes.")
     checkpoint: AtLeastOne | None = Field(
         None, description="Save every so many updates, as well as every epoch."
@@ -205,6 +225,14 @@ class Recipe(Part):
             raise ValueError(
                 f"data.batch_size {self.data.batch_size} is no multiple of train.accumulate"
             )
+        sides = self.data.augment.cutmix_minmax
+        if sides is not None and sides[1] - sides[0] < _LEAST_RANGE:
+            raise ValueError(
+                f"data.augment.cutmix_minmax {list(sides)} is no range: the second number is"
+                f" larger by {_LEAST_RANGE} or more"
+            )
+        if self.train.bce and self.train.smoothing == 1:
+            raise ValueError("train.smoothing is below 1 with train.bce")
         if self.schedule.name == "step" and len(self.schedule.milestones) != 1:
             raise ValueError("schedule.milestones: `step` takes one number of epochs")
         if self.schedule.name == "multistep" and not self.schedule.milestones:

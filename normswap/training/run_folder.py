@@ -266,6 +266,10 @@ class Folder:
         except Exception as error:
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
 
+        # A run of an older version did not know later keys. It ran with what is their default.
+        for name, value in recipe_files.flat(Recipe(summary="")).items():
+            if name in self.identity:
+                identity.setdefault(name, value)
         differ = recipe_files.differences(identity, self.identity)
         if differ:
             remedy = "Continue with the same recipe, network and images, or give another folder"

@@ -180,6 +180,10 @@ def cosine(update: int) -> float:
 EXPECTED: dict[str, tuple[Schedule, Callable[[int], float]]] = {
     "constant": (Schedule(name="constant"), lambda u: 2.0),
     "cosine": (Schedule(warmup=0.5, min_lr=0.1), lambda u: 2 * (u + 1) / 6 if u < 5 else cosine(u)),
+    "warm-up from a rate": (
+        Schedule(name="constant", warmup=1, warmup_lr=0.5),
+        lambda u: min(0.5 + 1.5 * u / 10, 2.0),
+    ),
     "poly": (Schedule(name="poly"), lambda u: 2 * (1 - u / 40) ** 0.5),
     "step": (Schedule(name="step", milestones=(1.5,), rate=0.5), lambda u: 2 * 0.5 ** (u // 15)),
     "multistep": (
@@ -193,6 +197,55 @@ EXPECTED: dict[str, tuple[Schedule, Callable[[int], float]]] = {
 def test_learning_rates(name: str) -> None:
     schedule, expected = EXPECTED[name]
     assert rates(schedule) == pytest.approx([expected(update) for update in range(40)])
+
+
+def test_mixing_ends_at_its_epoch() -> None:
+    model = network()
+    augment = {"cutmix_minmax": [0.2, 0.8], "mixup_off": 1.5}
+    plan = Recipe(summary="", data={"augment": augment})
+    objective = Objective(plan, model, None)
+    images = torch.rand(4, 3, 32, 32)
+    labels = torch.arange(4)
+    plain = objective.loss(model.eval(), images, labels)
+
+    losses = {}
+    for epoch in (1.4, 1.5):
+        objective.begin_update(epoch)
+        losses[epoch] = objective(model, images.clone(), labels, ("seed",))
+
+    assert not torch.isclose(losses[1.4], plain)
+    torch.testing.assert_close(losses[1.5], plain)
+
+
+@pytest.mark.parametrize("mixup", [0.0, 1.0])
+def test_binary_cross_entropy_takes_each_class_by_itself(mixup: float) -> None:
+    model = network().eval()
+    train = {"bce": True, "smoothing": 0.2}
+    augment = {"mixup": mixup, "mixup_probability": 0.0}
+    objective = Objective(Recipe(summary="", train=train, data={"augment": augment}), model, None)
+    images = torch.rand(4, 3, 32, 32)
+    labels = torch.arange(4)
+
+    loss = objective(model, images.clone(), labels, ("seed",))
+
+    target = torch.full((4, 10), 0.02)
+    target[torch.arange(4), labels] = 0.82
+    log_probability = nn.functional.logsigmoid(model(images))
+    log_of_rest = nn.functional.logsigmoid(-model(images))
+    expected = -(target * log_probability + (1 - target) * log_of_rest).mean()
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ({"data": {"augment": {"cutmix_minmax": [0.5, 0.5]}}}, "cutmix_minmax"),
+        ({"train": {"bce": True, "smoothing": 1.0}}, "smoothing"),
+    ],
+)
+def test_keys_of_timm_that_contradict_are_refused(part: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        Recipe(summary="", **part)
 
 
 def test_scalars_have_a_rate_of_their_own_and_nothing_but_weights_decays() -> None:

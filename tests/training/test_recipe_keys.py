@@ -20,6 +20,9 @@ BASE: dict[str, Any] = {
 }
 CLIP = {"optim": {"clip": {"mode": "norm", "value": 0.1}}}
 STEP = {"schedule": {"name": "step", "milestones": [0.2]}}
+MIXUP = {"data": {"augment": {"mixup": 1.0}}}
+CUTMIX = {"data": {"augment": {"cutmix": 1.0}}}
+BOTH = {"data": {"augment": {"mixup": 1.0, "cutmix": 1.0, "mixup_switch": 0.0}}}
 DISTILL: dict[str, Any] = {"convert": {"to": "skipinit", "options": {"alpha": 0.5}}, "distill": {}}
 
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and the key's other value
@@ -39,6 +42,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and th
     "data.augment.erase": ({}, 1.0),
     "data.augment.mixup": ({}, 1.0),
     "data.augment.cutmix": ({}, 1.0),
+    "data.augment.cutmix_minmax": (CUTMIX, [0.1, 0.3]),
+    "data.augment.mixup_probability": (MIXUP, 0.0),
+    "data.augment.mixup_switch": (BOTH, 1.0),
+    "data.augment.mixup_off": (MIXUP, 0.3),
     "optim.name": ({}, "adamw"),
     "optim.lr": ({}, 0.02),
     "optim.momentum": ({}, 0.5),
@@ -51,6 +58,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and th
     "optim.clip.value": (CLIP, 0.05),
     "schedule.name": ({}, "poly"),
     "schedule.warmup": ({}, 0.4),
+    "schedule.warmup_lr": ({"schedule": {"warmup": 0.4}}, 0.0),
+    "schedule.by_epoch": ({}, True),
     "schedule.min_lr": ({}, 0.005),
     "schedule.milestones": (STEP, [0.4]),
     "schedule.rate": (STEP, 0.5),
@@ -60,6 +69,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and th
     "train.ema.decay": ({"train": {"ema": {"decay": 0.9, "warmup": False}}}, 0.1),
     "train.ema.warmup": ({"train": {"ema": {"decay": 0.9, "warmup": False}}}, True),
     "train.smoothing": ({}, 0.2),
+    "train.bce": ({}, True),
     "distill.weight": (DISTILL, 0.9),
     "distill.temperature": (DISTILL, 5.0),
 }

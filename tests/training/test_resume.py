@@ -294,6 +294,20 @@ def test_another_run_is_not_continued(
     assert (tmp_path / "out/state/run.pt").read_bytes() == before
 
 
+def test_a_run_that_knew_fewer_keys_goes_on(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train_until(4, network("skipinit"), recipe(images), out)
+    body = torch.load(out / "state/run.pt", weights_only=True)
+    for key in ("train.bce", "schedule.by_epoch", "data.augment.mixup_switch"):
+        del body["identity"][key]
+    torch.save(body, out / "state/run.pt")
+
+    with pytest.raises(OptionError, match=r"train\.bce was False, is True"):
+        changed = recipe(images, train={"bce": True})
+        train(network("skipinit"), changed, out, resume="auto")
+    assert train(network("skipinit"), recipe(images), out, resume="auto").finished
+
+
 def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path: Path) -> None:
     plan = recipe(images)
     train_until(4, network("skipinit"), plan, tmp_path / "out")
