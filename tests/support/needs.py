@@ -18,6 +18,7 @@ DECLARED = {
     "einops": "no extra has it",
     "executorch": "it is in the extra executorch",
     "flwr": "it is in the extra federated",
+    "lightning": "no extra has it",
     "litert_torch": "it is in the extra litert",
     "monai": "no extra has it",
     "ncnn": "it is in the extra ncnn",

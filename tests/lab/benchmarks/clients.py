@@ -1,11 +1,13 @@
 """Converted networks in other people's programs: a step of training, its own file, and back.
 
 `python tests/lab/benchmarks/clients.py` prints the table of clients.md. Each cell is the relative
-L2 between the answers of the trained network and of what came back; a client that is not installed
-has no column. Train images are random: what is compared is what was written, not what was learned.
+L2 between the answers of the trained network and of what came back, or the class of the client's
+error; a client that is not installed has no column. Train images are random: what is compared is
+what was written, not what was learned. tests/storage/test_clients.py runs the same functions.
 """
 
 import copy
+import functools
 import importlib.util
 import logging
 import tempfile
@@ -35,6 +37,10 @@ IMAGES = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(8)
 
 
+# The trained network, and the file that the client wrote.
+Written = tuple[nn.Module, Path]
+
+
 class NotTakenError(Exception):
     """The client says that it does not take the network."""
 
@@ -52,19 +58,25 @@ def apart(model: nn.Module, other: Callable[[Tensor], Tensor]) -> float:
         return float((other(IMAGES) - wanted).norm() / wanted.norm())
 
 
-def by_file(model: nn.Module, saved: Path, content: object, folder: Path) -> float:
+def written(content: object, folder: Path) -> Path:
     file = folder / "trained.pt"
     torch.save(content, file)
-    return apart(model, normswap.load(saved, weights=file))
+    return file
 
 
-def timm_train(saved: Path, folder: Path) -> float:
+def timm_train(saved: Path, folder: Path) -> Written:
+    """A checkpoint as timm's own saver writes it."""
+    from timm.utils import CheckpointSaver
+
     model = normswap.load(saved)
+    optimizer = torch.optim.SGD(normswap.param_groups(model), lr=1e-3)
     step(model)
-    return by_file(model, saved, {"epoch": 0, "state_dict": model.state_dict()}, folder)
+    saver = CheckpointSaver(model, optimizer, checkpoint_dir=str(folder))
+    saver.save_checkpoint(0, metric=1.0)
+    return model, folder / "last.pth.tar"
 
 
-def lightning(saved: Path, folder: Path) -> float:
+def lightning(saved: Path, folder: Path) -> Written:
     import lightning
 
     class Loop(lightning.LightningModule):
@@ -90,7 +102,7 @@ def lightning(saved: Path, folder: Path) -> float:
     )
     trainer.fit(Loop(model), torch.utils.data.DataLoader(data, batch_size=8))
     trainer.save_checkpoint(folder / "last.ckpt")
-    return apart(model, normswap.load(saved, weights=folder / "last.ckpt"))
+    return model, folder / "last.ckpt"
 
 
 def trainer_of_transformers(saved: Path, folder: Path) -> float:
@@ -120,18 +132,17 @@ def trainer_of_transformers(saved: Path, folder: Path) -> float:
     return float((again - wanted).norm() / wanted.norm())
 
 
-def accelerate(saved: Path, folder: Path) -> float:
+def accelerate(saved: Path, folder: Path) -> Written:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(normswap.load(saved))
+    model: nn.Module = accelerator.prepare(normswap.load(saved))
     step(model)
     accelerator.save_model(model, folder / "accelerate")
-    file = folder / "accelerate" / "model.safetensors"
-    return apart(model, normswap.load(saved, weights=file))
+    return model, folder / "accelerate" / "model.safetensors"
 
 
-def opacus(saved: Path, folder: Path) -> float:
+def opacus(saved: Path, folder: Path) -> Written:
     from opacus import GradSampleModule
     from opacus.validators import ModuleValidator
 
@@ -140,22 +151,21 @@ def opacus(saved: Path, folder: Path) -> float:
         raise NotTakenError("ModuleValidator")
     wrapped = GradSampleModule(model)
     step(wrapped, model)
-    return by_file(model, saved, wrapped.state_dict(), folder)
+    return model, written(wrapped.state_dict(), folder)
 
 
-def torch_compile(saved: Path, folder: Path) -> float:
+def torch_compile(saved: Path, folder: Path) -> Written:
     model = normswap.load(saved)
     compiled = torch.compile(model, backend="aot_eager")
     step(compiled, model)
-    return by_file(model, saved, compiled.state_dict(), folder)
+    return model, written(compiled.state_dict(), folder)
 
 
 def fx(saved: Path, folder: Path) -> float:
     """A trace made in training mode goes to eval mode."""
     model = normswap.load(saved)
     step(model)
-    traced = torch.fx.symbolic_trace(copy.deepcopy(model).train()).eval()
-    return max(apart(model, traced), by_file(model, saved, traced.state_dict(), folder))
+    return apart(model, torch.fx.symbolic_trace(copy.deepcopy(model).train()).eval())
 
 
 def torchscript(saved: Path, folder: Path) -> float:
@@ -193,17 +203,39 @@ def _tensors(value: object) -> list[Tensor]:
     return found
 
 
-CLIENTS: dict[str, tuple[str, Callable[[Path, Path], float]]] = {
+# Clients that write a file, with the package of each.
+WRITERS: dict[str, tuple[str, Callable[[Path, Path], Written]]] = {
     "timm's file": ("timm", timm_train),
     "Lightning": ("lightning", lightning),
-    "Trainer": ("transformers", trainer_of_transformers),
     "accelerate": ("accelerate", accelerate),
     "Opacus": ("opacus", opacus),
+    "torch.compile": ("torch", torch_compile),
+}
+# Clients that are compared in their own way.
+OTHERS: dict[str, tuple[str, Callable[[Path, Path], float]]] = {
+    "Trainer": ("transformers", trainer_of_transformers),
     "Ultralytics": ("ultralytics", ultralytics),
     "FX": ("torch", fx),
     "TorchScript": ("torch", torchscript),
-    "torch.compile": ("torch", torch_compile),
 }
+
+
+def came_back(writer: Callable[[Path, Path], Written], saved: Path, folder: Path) -> float:
+    """Return the relative L2 between a trained network and the one that its file fills."""
+    model, file = writer(saved, folder)
+    return apart(model, normswap.load(saved, weights=file))
+
+
+def clients() -> dict[str, Callable[[Path, Path], float]]:
+    """Return the clients that are installed."""
+    found: dict[str, Callable[[Path, Path], float]] = {}
+    for name, (package, writer) in WRITERS.items():
+        if importlib.util.find_spec(package) is not None:
+            found[name] = functools.partial(came_back, writer)
+    for name, (package, client) in OTHERS.items():
+        if importlib.util.find_spec(package) is not None:
+            found[name] = client
+    return found
 
 
 def cell(client: Callable[[Path, Path], float], saved: Path) -> str:
@@ -218,11 +250,7 @@ def cell(client: Callable[[Path, Path], float], saved: Path) -> str:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    installed = {
-        name: client
-        for name, (package, client) in CLIENTS.items()
-        if importlib.util.find_spec(package) is not None
-    }
+    installed = clients()
     source = normswap.open("demo")
     print(f"| scheme | {' | '.join(installed)} |")
     print("|---|" + "---|" * len(installed))
