@@ -302,8 +302,8 @@ def test_a_run_that_knew_fewer_keys_goes_on(images: Path, tmp_path: Path) -> Non
         del body["identity"][key]
     torch.save(body, out / "state/run.pt")
 
+    changed = recipe(images, train={"bce": True})
     with pytest.raises(OptionError, match=r"train\.bce was False, is True"):
-        changed = recipe(images, train={"bce": True})
         train(network("skipinit"), changed, out, resume="auto")
     assert train(network("skipinit"), recipe(images), out, resume="auto").finished
 
