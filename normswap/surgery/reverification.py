@@ -19,6 +19,7 @@ from normswap.models import calling, kinds, network_input
 from normswap.models.modes import Progress
 from normswap.plan import Body
 from normswap.proof import comparison, doubles, held_out, where
+from normswap.proof.comparison import EVERY_BLOCK, Claims
 from normswap.proof.verdict import Report
 from normswap.proof.where import Departure
 from normswap.surgery import applying
@@ -97,21 +98,49 @@ def again(source: Network, result: nn.Module) -> Report:
     exact = all(schemes.of(step).exact for step in steps)
     claims = applying.claims(steps)
     report = comparison.compare_networks(source, result, exact=exact, claims=claims)
-    if not report.unproved or not _holds_what_is_planned(source.module, result):
+    return decided_by_plan(source, result, report, claims=claims)
+
+
+def decided_by_plan(
+    source: Network,
+    result: nn.Module,
+    report: Report,
+    *,
+    claims: Claims = EVERY_BLOCK,
+    traced: bool = True,
+) -> Report:
+    """Return the comparison in float64 of what a plan makes, where float32 alone says too little.
+
+    In float32 rounding may look like a mistake, where it decides which boxes are chosen. The
+    result's weights are rounded, so float64 would show that alone. Where every one of them is what
+    the plan makes of the source, the plan is compared in float64, as it was when it was made.
+
+    Args:
+        source: The source.
+        result: The converted network, which records its plan.
+        report: The comparison in the network's own precision. It is returned where it passed, or
+            the result is not what its plan makes.
+        claims: What the result claims inside.
+        traced: Whether blocks are compared, too.
+    """
+    steps = provenance.of(result).plan.steps
+    is_exact = report.exact and all(schemes.of(step).exact for step in steps)
+    if report.passed or not steps or not is_exact or not _is_what_is_planned(source.module, result):
         return report
 
-    # The saved weights are rounded, so float64 would show that alone. Where every one of them is
-    # what the plan makes of the source, the plan is compared in float64, as it was at first.
     precise = doubles.compare_double(
         source, lambda: applying.apply(source.module, steps, double=True)
     )
-    return comparison.compare_networks(source, result, exact=exact, precise=precise, claims=claims)
+    return comparison.compare_networks(
+        source, result, exact=True, precise=precise, claims=claims, traced=traced
+    )
 
 
-def _holds_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
-    """Whether every tensor of a result is, to the bit, what its plan makes of the source.
+def _is_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
+    """Whether a result has the layers and, to the bit, the tensors that its plan makes of a source.
 
-    It is false where values were fitted, which no plan records, and where the plan does not fit.
+    Layers are compared by what they print of themselves, such as their eps. It is false where
+    values were fitted, which no plan records, and where the plan does not fit.
 
     Args:
         source: The source.
@@ -122,6 +151,8 @@ def _holds_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
     except NormswapError:
         return False
 
+    if repr(planned) != repr(result) or any(map(_has_hooks, nn.Module.modules(result))):
+        return False
     expected = planned.state_dict()
     held = result.state_dict()
     if expected.keys() != held.keys():
@@ -131,6 +162,10 @@ def _holds_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
         if is_tensor and not torch.equal(value, held[name].to(value.device)):
             return False
     return True
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def first_converted_layer_apart(

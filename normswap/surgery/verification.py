@@ -9,6 +9,7 @@ from normswap.models.calling import Inputs
 from normswap.proof.comparison import compare_networks
 from normswap.proof.verdict import Report
 from normswap.surgery.network import Network
+from normswap.surgery.reverification import decided_by_plan
 
 
 def verify(
@@ -36,6 +37,6 @@ def verify(
         The distances by precision and input size, what is allowed, and whether that is kept.
     """
     network = Network.of(source, inputs=inputs, size=input_size, seed=seed)
-    return compare_networks(
-        network, network_input.require_module(result), exact=exact, traced=False
-    )
+    module = network_input.require_module(result)
+    report = compare_networks(network, module, exact=exact, traced=False)
+    return decided_by_plan(network, module, report, traced=False)

@@ -51,3 +51,37 @@ def test_rounding_excuses_no_weight_that_is_another() -> None:
         weight.mul_(1 + 3e-7)
 
     assert reverification.again(source, result).verdict != "PROVED"
+
+
+def test_rounding_excuses_no_layer_that_is_another() -> None:
+    """Its tensors are those of the plan."""
+    source, result = _converted()
+    result.body[2].register_forward_hook(lambda _layer, _args, output: 1.001 * output)
+
+    assert reverification.again(source, result).verdict == "WRONG"
+
+
+class Choosing(nn.Module):
+    """Returns the features in the order of scores, some of which are equal but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        order = (300 * y[:, 1].flatten(1)).sin().argsort(1)
+        return y.flatten(2).gather(2, order[:, None].expand(-1, 8, -1))
+
+
+def test_a_choice_that_rounding_makes_is_no_mistake() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 12, 12)
+    source = lived_in(Choosing(), images.double()).float()
+    result = normswap.convert(source, "folded", inputs=images)
+    assert result.report.verdict == "PROVED"
+
+    report = normswap.verify(source, result.model, images)
+
+    assert report.worst.relative_l2 > 1e-3
+    assert report.verdict == "PROVED"
