@@ -42,6 +42,7 @@ def unpickle(file: Path) -> object:
             return torch.load(file, map_location="cpu", weights_only=True)
     # torch raises many kinds of errors for a file that is none of its own.
     except Exception:
+        # The file may be a whole network. Where it is none either, torch's own error is the better.
         with suppress(Exception):
             return read_pickled_network(file)[1]
         raise
