@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,9 @@ class ChannelBias(PlannedLayer, OwnLayer):
     AFFINE = PER_CHANNEL = True
     OUTCOME = "bias"
     ROLES = {"bias": "beta"}
-    sign: Tensor | None
+    # TorchScript reads annotations when it compiles, and those of this file are text by then.
+    if TYPE_CHECKING:
+        sign: Tensor | None
 
     def __init__(
         self, bias: Tensor, sign: Tensor | None = None, act: nn.Module | None = None

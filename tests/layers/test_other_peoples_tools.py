@@ -1,6 +1,7 @@
 """What torch's and timm's own functions do with the layers of a converted network."""
 
 import copy
+import itertools
 
 import pytest
 import timm
@@ -46,10 +47,16 @@ def test_timm_thaws_what_was_frozen(arch: str, kind: type[nn.Module]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize(
-    "scheme", ["folded", "skipinit", "affine", "frozen-bn", "tune", "dyt", "groupnorm"]
+    ("arch", "scheme"),
+    [
+        *itertools.product(
+            ["resnet18"], ["folded", "skipinit", "affine", "frozen-bn", "tune", "dyt", "groupnorm"]
+        ),
+        ("resnetv2_18", "folded"),
+    ],
 )
-def test_torchscript_compiles_what_the_page_says(scheme: str) -> None:
-    converted = normswap.convert(_network("resnet18"), scheme, input_size=SIZE).model
+def test_torchscript_compiles_what_the_page_says(arch: str, scheme: str) -> None:
+    converted = normswap.convert(_network(arch), scheme, input_size=SIZE).model
 
     scripted = torch.jit.script(converted)
 
@@ -102,3 +109,15 @@ def test_folded_then_prepared_then_quantized() -> None:
         expected = source.eval()(IMAGES)
         error = (quantized(IMAGES) - expected).norm() / expected.norm()
     assert error < 0.1
+
+
+def test_a_merged_branch_states_the_widths_that_timm_reads() -> None:
+    torch.manual_seed(0)
+    source = timm.create_model("repvgg_a0", num_classes=3).eval()
+    before = source.stages[0][0].conv_1x1
+
+    merged = normswap.convert(source, "folded", input_size=SIZE).model.stages[0][0].conv_1x1
+
+    assert type(merged.conv).__name__ == "Zero"
+    assert merged.in_channels == before.in_channels
+    assert merged.out_channels == before.out_channels
