@@ -12,11 +12,11 @@ One that owns four such tensors under other names is tried with each of them in 
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -133,7 +133,8 @@ KINDS: dict[type[nn.Module], NormKind] = {
     timm_norm.SimpleNorm2d: at_each_position(1, centres=False),
 }
 _REGISTERED: dict[type[nn.Module], NormKind] = {}
-_TENSORS = {"weight", "bias", "running_mean", "running_var"}
+# The names of a BatchNorm's tensors: gamma, beta, mean and variance.
+_NAMES = ("weight", "bias", "running_mean", "running_var")
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 _USUAL_EPS = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0)
 # A norm is tried on maps, series and volumes of these sizes, after (N, C).
@@ -256,41 +257,8 @@ def has_the_tensors(module: nn.Module) -> bool:
         return False
 
     tensors = {**module._parameters, **module._buffers}
-    shapes = {getattr(tensors.get(name), "shape", ()) for name in _TENSORS}
+    shapes = {getattr(tensors.get(name), "shape", ()) for name in _NAMES}
     return len(shapes) == 1 and all(len(shape) == 1 for shape in shapes)
-
-
-@torch.no_grad()
-def measured_eps(module: nn.Module) -> float | None:
-    """Return the eps with which a module equals the BatchNorm that has its four tensors.
-
-    The module's own eps and the usual ones are tried. None says that the module does not equal the
-    BatchNorm with any of them.
-    """
-    if not has_the_tensors(module):
-        return None
-    # A foreign class may refuse to be copied.
-    try:
-        norm = copying.duplicate(module, {}).double().eval()
-    except Exception:
-        return None
-
-    channels = cast(Tensor, norm.weight).numel()
-    generator = torch.Generator().manual_seed(0)
-    # The first size that the norm accepts decides.
-    for sizes in _PROBE_SIZES:
-        x = torch.randn(2, channels, *sizes, generator=generator, dtype=torch.float64)
-        # A norm may refuse inputs with another number of dimensions than its own.
-        try:
-            probes = [(scale * x, norm(scale * x)) for scale in SCALES]
-        except Exception:
-            continue
-
-        for eps in _eps_candidates(module):
-            if all(_is_batchnorm_output(norm, x, y, eps) for x, y in probes):
-                return eps
-        return None
-    return None
 
 
 @dataclass(frozen=True)
@@ -313,13 +281,13 @@ class Roles:
 
     def mean_and_variance(self, module: nn.Module) -> Pair:
         """Return the running mean and variance of a module with these roles, each (C,)."""
-        tensors = _tensors_of(module)
+        tensors = _owned(module)
         return tensors[self.mean], tensors[self.variance]
 
     def scale_and_shift(self, module: nn.Module) -> Pair:
         """Return s and t of y = s * x + t of a module with these roles, each (C,), in float64."""
         mean, variance = self.mean_and_variance(module)
-        tensors = _tensors_of(module)
+        tensors = _owned(module)
         scale = tensors[self.weight].double() * torch.rsqrt(variance.double() + self.eps)
         return scale, tensors[self.bias].double() - mean.double() * scale
 
@@ -329,14 +297,32 @@ _Measured: TypeAlias = tuple[tuple[int, ...], Roles | None]
 _measured: WeakKeyDictionary[nn.Module, _Measured] = WeakKeyDictionary()
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own vectors of floating-point numbers, by name, parameters first."""
+def _owned(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own tensors by name, parameters first."""
     owned = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in owned.items() if tensor is not None}
+
+
+def _vectors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own vectors of floating-point numbers, by name, parameters first."""
+    owned = _owned(module)
     return {
         name: tensor
         for name, tensor in owned.items()
-        if tensor is not None and tensor.ndim == 1 and tensor.is_floating_point()
+        if tensor.ndim == 1 and tensor.is_floating_point()
     }
+
+
+def measured_eps(module: nn.Module) -> float | None:
+    """Return the eps with which a module equals the BatchNorm that has its four tensors.
+
+    The module's own eps and the usual ones are tried. None says that the module does not equal the
+    BatchNorm with any of them.
+    """
+    if not has_the_tensors(module):
+        return None
+    roles = _measure_roles(module, [_NAMES])
+    return None if roles is None else roles.eps
 
 
 def measured_roles(module: nn.Module) -> Roles | None:
@@ -349,7 +335,7 @@ def measured_roles(module: nn.Module) -> Roles | None:
         return None
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return None
-    tensors = _tensors_of(module)
+    tensors = _vectors(module)
     is_whole = len(tensors) == 4 and len({len(tensor) for tensor in tensors.values()}) == 1
     if not is_whole or any(tensor.is_meta for tensor in tensors.values()):
         return None
@@ -357,22 +343,29 @@ def measured_roles(module: nn.Module) -> Roles | None:
     versions = tuple(tensor._version for tensor in tensors.values())
     known = _measured.get(module)
     if known is None or known[0] != versions:
-        known = (versions, _measure_roles(module))
+        known = (versions, _measure_roles(module, itertools.permutations(tensors)))
         _measured[module] = known
     return known[1]
 
 
 @torch.no_grad()
-def _measure_roles(module: nn.Module) -> Roles | None:
-    """Return what `measured_roles` does, from a copy of the module that is run."""
+def _measure_roles(module: nn.Module, orders: Iterable[Sequence[str]]) -> Roles | None:
+    """Return the roles in which a module's tensors give what it computes, or None if none do.
+
+    A copy of the module is run in eval mode, in float64.
+
+    Args:
+        module: The module.
+        orders: The names of gamma, beta, mean and variance, in every order that is tried.
+    """
     # A foreign class may refuse to be copied.
     try:
         norm = copying.duplicate(module, {}).double().eval()
     except Exception:
         return None
 
-    tensors = _tensors_of(norm)
-    channels = len(next(iter(tensors.values())))
+    orders = list(orders)
+    channels = _owned(norm)[orders[0][0]].numel()
     generator = torch.Generator().manual_seed(0)
     # The first size that the norm accepts decides.
     for sizes in _PROBE_SIZES:
@@ -384,7 +377,7 @@ def _measure_roles(module: nn.Module) -> Roles | None:
             continue
 
         shape = (1, -1, *(1,) * len(sizes))
-        for weight, bias, mean, variance in itertools.permutations(tensors):
+        for weight, bias, mean, variance in orders:
             for eps in _eps_candidates(module):
                 roles = Roles(weight, bias, mean, variance, eps)
                 scale, shift = (value.view(shape) for value in roles.scale_and_shift(norm))
@@ -399,22 +392,6 @@ def _eps_candidates(module: nn.Module) -> list[float]:
     stated = [getattr(module, name, None) for name in _EPS_NAMES]
     own = [value for value in stated if isinstance(value, float)]
     return list(dict.fromkeys([*own, *_USUAL_EPS]))
-
-
-def _is_batchnorm_output(norm: nn.Module, x: Tensor, y: object, eps: float) -> bool:
-    """Whether a module's output equals the output of the BatchNorm that has the same tensors.
-
-    Args:
-        norm: The module, which owns weight, bias, running_mean and running_var, each (C,).
-        x: Its input (N, C, ...), in float64.
-        y: Its output.
-        eps: The epsilon of the BatchNorm.
-    """
-    tensors: dict[str, Tensor] = {name: getattr(norm, name) for name in _TENSORS}
-    scale = tensors["weight"] * torch.rsqrt(tensors["running_var"] + eps)
-    shift = tensors["bias"] - tensors["running_mean"] * scale
-    shape = (1, -1, *(1,) * (x.ndim - 2))
-    return is_near(y, x * scale.view(shape) + shift.view(shape))
 
 
 def is_near(y: object, expected: Tensor) -> bool:
