@@ -294,8 +294,7 @@ class _Comparison:
         # Where near ties decide, as in detectors, the weights' last digit may decide them, too.
         own_change = self._change_by_last_digit(example, outputs)
         if not error.relative_l2 <= allowance.STRAYING * own_change:
-            changed = allowance.with_other_digits(self.source.module, self.source.coarsest_dtype)
-            by_weights, _ = run(changed, example)
+            by_weights = self._outputs_by_weights(example)
             weight_change = allowance.apart(self.precision, example, outputs, by_weights)
             own_change = max(own_change, weight_change)
 
@@ -354,8 +353,19 @@ class _Comparison:
             example: The call.
             outputs: The source's outputs by name.
         """
-        again, _ = run(self.source.module, allowance.in_the_last_digit(example))
+        again = self._outputs_by_input(example)
         return allowance.apart(self.precision, example, outputs, again)
+
+    def _outputs_by_input(self, example: Example) -> Outputs:
+        """Return the source's outputs for a call whose input differs in the last digit."""
+        outputs, _ = run(self.source.module, allowance.in_the_last_digit(example))
+        return outputs
+
+    def _outputs_by_weights(self, example: Example) -> Outputs:
+        """Return the outputs of the source with weights that differ in the last digit."""
+        changed = allowance.with_other_digits(self.source.module, self.source.coarsest_dtype)
+        outputs, _ = run(changed, example)
+        return outputs
 
     def _has_heads(self) -> bool:
         """Whether the source is a detector, whose heads give more than it chooses of it."""
@@ -626,10 +636,8 @@ class _Comparison:
         # Where no label differs, the source need not run again.
         allowed = dict.fromkeys(errors, 0.0)
         if any(error.relative_l2 for error in errors.values()):
-            module = self.source.module
-            changed = allowance.with_other_digits(module, self.source.coarsest_dtype)
-            by_input, _ = run(module, allowance.in_the_last_digit(example))
-            by_weights, _ = run(changed, example)
+            by_input = self._outputs_by_input(example)
+            by_weights = self._outputs_by_weights(example)
             for name in errors:
                 input_change = distance(outputs[name], by_input[name]).relative_l2
                 weight_change = distance(outputs[name], by_weights[name]).relative_l2
@@ -661,11 +669,10 @@ class _Comparison:
         base = allowance.base_of(self.precision)
         allowed = dict.fromkeys(errors, base)
         if any(error.relative_l2 > base for error in errors.values()):
-            module = self.source.module
-            changed = allowance.with_other_digits(module, self.source.coarsest_dtype)
-            by_input, _ = run(module, allowance.in_the_last_digit(example))
-            by_weights, _ = run(changed, example)
-            for moved_outputs in (by_input, by_weights):
+            for moved_outputs in (
+                self._outputs_by_input(example),
+                self._outputs_by_weights(example),
+            ):
                 moved = _small_parts(outputs, moved_outputs)
                 for site in errors.keys() & moved.keys():
                     change = distance(parts[site], moved[site]).relative_l2
