@@ -144,11 +144,11 @@ def estimate_population(
 
 
 def _add(sums: _Sums, more: _Sums) -> None:
-    """Add the sums of a batch to those of earlier batches, in place.
+    """Add sums over further images to those so far, in place.
 
     Args:
         sums: The sums so far, by norm.
-        more: The sums of the batch, by norm.
+        more: The sums of further images, by norm.
     """
     for path, (moments, number) in more.items():
         if path in sums:
@@ -236,5 +236,4 @@ def _add_input(sums: _Sums, site: Site, norm: nn.Module, args: tuple[Tensor, ...
 
         square_of_means = values.unflatten(1, (len(batch), -1)).mean(2).square().mean(1)
         moments = torch.stack([values.mean(1), values.var(1), square_of_means])
-        total, number = sums.get(path, (torch.zeros(3, len(values)).to(values), 0))
-        sums[path] = total + len(batch) * moments, number + len(batch)
+        _add(sums, {path: (len(batch) * moments, len(batch))})
