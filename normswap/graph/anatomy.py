@@ -120,7 +120,6 @@ class Anatomy:
         blocks: The residual blocks, in order of the forward pass.
         norms: Every norm, in order of the forward pass. Norms that forward does not reach come
             last.
-        refusals: The path of every module that could not be looked into, with the reason.
         classifier: The path of the last linear layer before the output.
         dropout: The path of the dropout before the classifier: a module, or an attribute
             `drop_rate`.
@@ -137,7 +136,6 @@ class Anatomy:
 
     blocks: tuple[Block, ...]
     norms: tuple[Norm, ...]
-    refusals: tuple[tuple[str, str], ...]
     classifier: str | None
     dropout: str | None
     traced: Traced = field(repr=False, compare=False)
@@ -147,6 +145,12 @@ class Anatomy:
     outside: frozenset[str] = frozenset()
     provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
     functional_norms: tuple[str, ...] = ()
+
+    @property
+    def refusals(self) -> tuple[tuple[str, str], ...]:
+        """The path of every module that could not be looked into, with the reason."""
+        functional = [(path, CALLS_BATCH_NORM) for path in self.functional_norms]
+        return (*self.traced.opaque.items(), *functional)
 
     def site(self, path: str) -> Site:
         """Return what the module at a path is, and how forward reaches it."""

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from normswap import provenance
 from normswap.copying import dotted
-from normswap.graph.anatomy import CALLS_BATCH_NORM, Anatomy, Block, Norm
+from normswap.graph.anatomy import Anatomy, Block, Norm
 from normswap.graph.recording import record
 from normswap.graph.tracing import LINEAR, NodeReader, Traced, inputs, is_add, is_mul, single
 from normswap.models import network_input
@@ -69,12 +69,9 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
         classifier_path = str(classifier.target)
         dropout = reader.dropout(classifier)
 
-    functional_norms = _functional_norms(traced)
-    functional = [(path, CALLS_BATCH_NORM) for path in functional_norms]
     return Anatomy(
         blocks=tuple(blocks),
         norms=tuple(reader.norms(blocks)),
-        refusals=(*traced.opaque.items(), *functional),
         classifier=classifier_path,
         dropout=dropout,
         traced=traced,
@@ -82,7 +79,7 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
         features=features,
         widths=widths,
         provenance=provenance.of(model),
-        functional_norms=functional_norms,
+        functional_norms=_functional_norms(traced),
     )
 
 
