@@ -9,7 +9,6 @@ import copy
 import functools
 import importlib
 import inspect
-import itertools
 import os
 import re
 import sys
@@ -35,6 +34,7 @@ from normswap.cli.terminal import (
     say_aside,
     say_json,
 )
+from normswap.cli.words import values_typed
 from normswap.errors import (
     LeftBehindNote,
     NormswapError,
@@ -378,12 +378,8 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
 
 def _as_typed(option: str, arguments: Sequence[str]) -> str:
     """Return an option with the value that was typed behind it: `--groups none`."""
-    for word, following in itertools.pairwise([*arguments, ""]):
-        if word == option:
-            return f"{option} {following!r}"
-        if word.startswith(f"{option}="):
-            return f"{option} {word.removeprefix(f'{option}=')!r}"
-    return option
+    values = values_typed(option, arguments)
+    return f"{option} {values[0]!r}" if values else option
 
 
 def _fail_with_traceback(message: str) -> int:

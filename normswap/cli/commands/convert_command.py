@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from normswap.cli.options import (
 from normswap.cli.progress import bar, working
 from normswap.cli.tables import show
 from normswap.cli.terminal import remark
+from normswap.cli.words import values_typed
 from normswap.errors import OptionError, PlanError, first_line, flag
 from normswap.plan import Body, Plan
 from normswap.storage import atomic_write, network_folder
@@ -161,12 +161,9 @@ def left_out_of_help(words: Sequence[str]) -> set[str]:
     Args:
         words: The words of the command line. Without --to no scheme's options are shown.
     """
-    named = ""
-    for word, following in itertools.pairwise([*words, ""]):
-        if word == "--to":
-            named = following
-        elif word.startswith("--to="):
-            named = word.removeprefix("--to=")
+    # Of several the last one counts, as in the parser.
+    values = values_typed("--to", words)
+    named = values[-1] if values else ""
     options = schemes.all_options().values()
     return {option.name for option, owners in options if named not in owners}
 

@@ -1,0 +1,22 @@
+"""The words of a command line, as they were typed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+
+def values_typed(option: str, words: Sequence[str]) -> list[str]:
+    """Return the values that stand behind an option, in order: `--to X` and `--to=X`.
+
+    Args:
+        option: The option, with its dashes.
+        words: The words of the command line.
+    """
+    values: list[str] = []
+    for word, following in itertools.pairwise([*words, ""]):
+        if word == option:
+            values.append(following)
+        elif word.startswith(f"{option}="):
+            values.append(word.removeprefix(f"{option}="))
+    return values
