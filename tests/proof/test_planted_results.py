@@ -16,6 +16,7 @@ from normswap.errors import NormswapError, VerificationError
 from normswap.exporting import exported_file
 from normswap.exporting.exported_file import ExportedFile
 from normswap.proof import comparison, compiling
+from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
 
 SIZE = (3, 12, 12)
@@ -368,6 +369,37 @@ def _saturated(scores: Tensor, _features: Tensor) -> object:
     return (scores - 20).sigmoid()
 
 
+def with_statistics(model: nn.Module) -> nn.Module:
+    """The network itself, with random statistics in its norms."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()  # type: ignore[union-attr]
+            module.running_var.uniform_(0.3, 3)  # type: ignore[union-attr]
+    return model
+
+
+def assert_proved_beside_a_block(
+    done: Conversion, source: nn.Module, images: Tensor, *, block: str, wrong: str
+) -> None:
+    """A result is PROVED, though a block has another value; and WRONG with another bias.
+
+    Args:
+        done: The conversion.
+        source: The source.
+        images: The input of both.
+        block: The path of the block.
+        wrong: The path of the layer whose bias is changed.
+    """
+    at_block = next(error for error in done.report.sites if error.site == block)
+    assert at_block.relative_l2 > 1e-2
+    assert done.report.verdict == "PROVED"
+
+    changed = copy.deepcopy(done.model)
+    with torch.no_grad():
+        changed.get_submodule(wrong).get_parameter("bias")[0].add_(0.01)
+    assert normswap.verify(source, changed, images).verdict == "WRONG"
+
+
 class Ends(nn.Module):
     """A residual block that ends in a norm, which the convolution behind it can take in."""
 
@@ -385,22 +417,12 @@ def test_a_block_whose_norm_moves_into_the_layer_behind_it_is_proved() -> None:
     """Its own output differs then, which is no mistake; one that is wrong elsewhere still is."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Ends(), nn.Conv2d(8, 8, 1)
-    source = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
-    for module in source.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_()  # type: ignore[union-attr]
-            module.running_var.uniform_(0.3, 3)  # type: ignore[union-attr]
+    source = with_statistics(nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(8, 4, 1)).eval())
     images = torch.randn(2, *SIZE)
 
     done = normswap.convert(source, "weightnorm", inputs=images, skip=["0"])
 
-    block = next(error for error in done.report.sites if error.site == "2")
-    assert block.relative_l2 > 1e-2
-    assert done.report.verdict == "PROVED"
-    wrong = copy.deepcopy(done.model)
-    with torch.no_grad():
-        wrong.get_submodule("5").get_parameter("bias")[0].add_(0.01)
-    assert normswap.verify(source, wrong, images).verdict == "WRONG"
+    assert_proved_beside_a_block(done, source, images, block="2", wrong="5")
 
 
 class Mixer(nn.Module):
@@ -432,19 +454,9 @@ def test_a_block_that_takes_in_the_layers_behind_it_is_proved() -> None:
     """As EfficientFormerV2's attention takes in its LayerScale; a wrong one is still seen."""
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Scaled(), nn.Conv2d(8, 4, 1)
-    source = nn.Sequential(*layers).eval()
-    for module in source.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_()  # type: ignore[union-attr]
-            module.running_var.uniform_(0.3, 3)  # type: ignore[union-attr]
+    source = with_statistics(nn.Sequential(*layers).eval())
     images = torch.randn(2, *SIZE)
 
     done = normswap.convert(source, "folded", inputs=images)
 
-    block = next(error for error in done.report.sites if error.site == "2.mixer")
-    assert block.relative_l2 > 1e-2
-    assert done.report.verdict == "PROVED"
-    wrong = copy.deepcopy(done.model)
-    with torch.no_grad():
-        wrong.get_submodule("2.mixer.local").get_parameter("bias")[0].add_(0.01)
-    assert normswap.verify(source, wrong, images).verdict == "WRONG"
+    assert_proved_beside_a_block(done, source, images, block="2.mixer", wrong="2.mixer.local")

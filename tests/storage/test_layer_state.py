@@ -8,25 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.odd_networks import Mended
 from torch import Tensor, nn
 
 import normswap
 from normswap.errors import OutputError, SourceError
 
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-class Mended(nn.Conv2d):
-    """A convolution whose first version kept its filters in the other order."""
-
-    _version = 2
-
-    def _load_from_state_dict(
-        self, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
-    ) -> None:
-        if (metadata.get("version") or 1) < 2:
-            state[f"{prefix}weight"] = state[f"{prefix}weight"].flip(0)
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
 
 
 class Kept(nn.Module):
