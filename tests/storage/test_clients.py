@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab.benchmarks.clients import OTHERS, SCHEMES, WRITERS
+from lab.benchmarks.clients import OTHERS, PURPOSES, SCHEMES, WRITERS
 from support import needs
 
 import normswap
@@ -17,8 +17,6 @@ from normswap.cli.app import main
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 CONVERSIONS = ("folded", "skipinit", "frozen-bn", "nf", "groupnorm")
-# Opacus' hooks cannot see past activations in place, so its networks are converted for it.
-PURPOSES = {"Opacus": "opacus"}
 
 
 def saved_network(scheme: str, client: str, folder: Path) -> Path:
