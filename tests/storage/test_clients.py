@@ -20,7 +20,9 @@ CONVERSIONS = ("folded", "skipinit", "frozen-bn", "nf", "groupnorm")
 
 
 def saved_network(scheme: str, client: str, folder: Path) -> Path:
-    """Convert the demo network, and return the directory, named as the scheme."""
+    """Convert the demo network for a client, and return the directory, named as the scheme."""
+    package, _ = {**WRITERS, **OTHERS}[client]
+    needs.package(package)
     source = normswap.open("demo")
     done = normswap.convert(source, to=scheme, purpose=PURPOSES.get(client), **SCHEMES[scheme])
     return normswap.save(done, folder / scheme)
@@ -29,10 +31,9 @@ def saved_network(scheme: str, client: str, folder: Path) -> Path:
 @pytest.mark.parametrize("scheme", CONVERSIONS)
 @pytest.mark.parametrize("client", WRITERS)
 def test_what_a_client_wrote_comes_back(client: str, scheme: str, tmp_path: Path) -> None:
-    package, writer = WRITERS[client]
-    needs.package(package)
     saved = saved_network(scheme, client, tmp_path)
 
+    _, writer = WRITERS[client]
     model, file = writer(saved, tmp_path)
     loaded = normswap.load(saved, weights=file)
 
@@ -47,10 +48,9 @@ def test_what_a_client_wrote_comes_back(client: str, scheme: str, tmp_path: Path
 @pytest.mark.parametrize("scheme", CONVERSIONS)
 @pytest.mark.parametrize("client", OTHERS)
 def test_a_client_computes_what_comes_back(client: str, scheme: str, tmp_path: Path) -> None:
-    package, compared = OTHERS[client]
-    needs.package(package)
     saved = saved_network(scheme, client, tmp_path)
 
+    _, compared = OTHERS[client]
     assert compared(saved, tmp_path) <= 1e-6
 
 
@@ -58,9 +58,8 @@ def test_a_client_computes_what_comes_back(client: str, scheme: str, tmp_path: P
 def test_commands_take_what_a_client_wrote(
     client: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    package, writer = WRITERS[client]
-    needs.package(package)
     saved = saved_network("skipinit", client, tmp_path)
+    _, writer = WRITERS[client]
     _, file = writer(saved, tmp_path)
     filled = [str(saved), "--weights", str(file)]
     images = ["--data", "demo", "--samples", "50", "--workers", "0"]
