@@ -71,6 +71,9 @@ class Augment(Part):
     auto_augment: str | None = Field(
         None, description="timm's policy string, e.g. rand-m9-mstd0.5-inc1."
     )
+    repeats: Annotated[int, Field(ge=1, le=64)] = Field(
+        1, description="Copies of an image in an epoch, each drawn anew (timm's aug_repeats)."
+    )
     erase: Share = Field(0.0, description="Chance of random erasing (timm's re_prob).")
     mixup: NotNegative = Field(0.0, description="Alpha of mixup; 0: off.")
     cutmix: NotNegative = Field(0.0, description="Alpha of cutmix; 0: off.")

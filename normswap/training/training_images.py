@@ -1,7 +1,7 @@
 """Training images: where they are, in which order they come, and what is done to them at random.
 
-Everything random is a function of (seed, epoch, image) and of nothing else: not of the number of
-processes, nor of loader workers, nor of where a run was interrupted. So N processes together see
+Everything random is a function of (seed, epoch, image, copy) and of nothing else: not of the number
+of processes, nor of loader workers, nor of where a run was interrupted. So N processes together see
 what one would see, and a resumed run what an uninterrupted one would see.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.transforms_factory import transforms_imagenet_train
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -29,6 +30,8 @@ from normswap.plan import Body
 from normswap.training.recipe import Augment, Data as DataPart
 
 Example = tuple[Tensor, int]
+# The epoch of an image, its index, and which of its copies in the epoch it is.
+Position = tuple[int, int, int]
 # Networks are compared by their loss on at most so many inputs.
 _MOST_HELD_OUT = 256
 _GIVE = "Give data.validation=PATH, or --data PATH (data.root) that holds train and val"
@@ -63,8 +66,8 @@ class Share:
         return batch // parts
 
 
-class Order(Sampler[list[tuple[int, int]]]):
-    """The images of each micro-batch of one process, as pairs (epoch, index).
+class Order(Sampler[list[Position]]):
+    """The images of each micro-batch of one process.
 
     A batch is cut into slices. Micro-batch a of process r is slice a W + r, with W processes. One
     half of a slice is counted from the front of the batch and the other half from the back. Mixup
@@ -78,10 +81,18 @@ class Order(Sampler[list[tuple[int, int]]]):
         seed: The seed. The order differs from epoch to epoch.
         first: The first update.
         last: The update before which the order ends.
+        repeats: How often an image comes in succession. An epoch has `count` places all the same.
     """
 
     def __init__(
-        self, count: int, batch: int, share: Share, seed: int, first: int, last: int
+        self,
+        count: int,
+        batch: int,
+        share: Share,
+        seed: int,
+        first: int,
+        last: int,
+        repeats: int = 1,
     ) -> None:
         self.count = count
         self.batch = batch
@@ -89,11 +100,12 @@ class Order(Sampler[list[tuple[int, int]]]):
         self.seed = seed
         self.first = first
         self.last = last
+        self.repeats = repeats
 
     def __len__(self) -> int:
         return (self.last - self.first) * self.share.accumulate
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Position]]:
         micro = self.share.micro(self.batch)
         per_epoch = self.count // self.batch
         ordered = -1
@@ -101,20 +113,33 @@ class Order(Sampler[list[tuple[int, int]]]):
         for update in range(self.first, self.last):
             epoch, position = divmod(update, per_epoch)
             if epoch != ordered:
-                generator = torch.Generator().manual_seed(key(self.seed, "order", epoch))
-                order = torch.randperm(self.count, generator=generator).tolist()
+                order = self._of_epoch(epoch)
                 ordered = epoch
             images = order[position * self.batch : (position + 1) * self.batch]
             for micro_batch in range(self.share.accumulate):
                 own = _slice(images, micro_batch * self.share.world + self.share.rank, micro)
-                yield [(epoch, index) for index in own]
+                yield own
+
+    def _of_epoch(self, epoch: int) -> list[Position]:
+        """Return the images of an epoch in order; copies of an image stand side by side."""
+        # As one process asks for all images, timm's sampler neither rounds nor leaves out any.
+        sampler = RepeatAugSampler(
+            range(self.count),
+            num_replicas=1,
+            rank=0,
+            num_repeats=self.repeats,
+            selected_round=0,
+        )
+        # The sampler's seed is the number of its epoch.
+        sampler.set_epoch(key(self.seed, "order", epoch))
+        return [(epoch, index, place % self.repeats) for place, index in enumerate(sampler)]
 
 
-def _slice(images: list[int], number: int, size: int) -> list[int]:
+def _slice(images: list[Position], number: int, size: int) -> list[Position]:
     """Return one slice of a batch: `size` images, half of them from the back if `size` is even.
 
     Args:
-        images: The numbers of the images of the batch.
+        images: The images of the batch.
         number: The number of the slice, from 0.
         size: The number of images in a slice.
     """
@@ -154,7 +179,7 @@ def drawn_by(*parts: object) -> Iterator[None]:
 
 
 class Seeded(Dataset[Example]):
-    """Images by (epoch, index), augmented at random by a function of seed, epoch and index.
+    """Images by position, augmented at random by a function of the seed and the position.
 
     Args:
         images: The images with their labels, by row.
@@ -170,9 +195,11 @@ class Seeded(Dataset[Example]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, position: tuple[int, int]) -> Example:
-        epoch, index = position
-        with drawn_by(self.seed, "image", epoch, index):
+    def __getitem__(self, position: Position) -> Example:
+        epoch, index, copy = position
+        # A first copy is named without its number, as images were before they could be repeated.
+        copies = [copy] if copy else []
+        with drawn_by(self.seed, "image", epoch, index, *copies):
             return self.images[self.rows[index]]
 
 
@@ -225,7 +252,15 @@ class TrainingImages:
             pin: Whether the batches lie in memory from which a GPU copies without waiting.
         """
         datasets.check_temporary_folder(self.data.workers)
-        order = Order(len(self.images), self.data.batch_size, share, self.seed, first, last)
+        order = Order(
+            len(self.images),
+            self.data.batch_size,
+            share,
+            self.seed,
+            first,
+            last,
+            repeats=self.data.augment.repeats,
+        )
         loader: DataLoader[object] = DataLoader(
             self.images,
             batch_sampler=order,

@@ -32,6 +32,7 @@ from normswap.training.optimizing import Objective, Teacher, clip_gradients, opt
 from normswap.training.recipe import Augment, Clip, Data, Distill, Optim, Recipe, Schedule
 from normswap.training.training_images import (
     Order,
+    Position,
     Seeded,
     Share,
     TrainingImages,
@@ -54,22 +55,32 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def order(
-    first: int = 0, last: int = 6, *, batch: int = 8, seed: int = 0, **share: int
-) -> list[list[tuple[int, int]]]:
-    return list(Order(27, batch, Share(**share), seed, first, last))
+    first: int = 0,
+    last: int = 6,
+    *,
+    batch: int = 8,
+    seed: int = 0,
+    repeats: int = 1,
+    **share: int,
+) -> list[list[Position]]:
+    return list(Order(27, batch, Share(**share), seed, first, last, repeats))
 
 
 @pytest.mark.parametrize(
     ("world", "accumulate", "batch"), [(1, 1, 8), (2, 1, 8), (1, 4, 8), (2, 2, 8), (4, 1, 4)]
 )
-def test_processes_see_together_what_one_sees(world: int, accumulate: int, batch: int) -> None:
-    alone = order(batch=batch)
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_processes_see_together_what_one_sees(
+    world: int, accumulate: int, batch: int, repeats: int
+) -> None:
+    asked = {"batch": batch, "repeats": repeats}
+    alone = order(**asked)
     shares = [
-        order(batch=batch, rank=rank, world=world, accumulate=accumulate) for rank in range(world)
+        order(**asked, rank=rank, world=world, accumulate=accumulate) for rank in range(world)
     ]
 
     for update, whole in enumerate(alone):
-        parts: list[list[tuple[int, int]]] = []
+        parts: list[list[Position]] = []
         for own in shares:
             parts += own[update * accumulate : (update + 1) * accumulate]
         assert sorted(itertools.chain(*parts)) == sorted(whole)
@@ -85,11 +96,21 @@ def test_an_epoch_has_each_image_once_and_the_next_has_another_order() -> None:
     epochs = [order(3 * epoch, 3 * epoch + 3) for epoch in range(2)]
     for number, epoch in enumerate(epochs):
         seen = list(itertools.chain(*epoch))
-        assert {which for which, _ in seen} == {number}
-        assert len({index for _, index in seen}) == 24
-    assert [index for _, index in epochs[0][0]] != [index for _, index in epochs[1][0]]
+        assert {which for which, _, _ in seen} == {number}
+        assert len({index for _, index, _ in seen}) == 24
+    assert [index for _, index, _ in epochs[0][0]] != [index for _, index, _ in epochs[1][0]]
     assert order(seed=1) != order(seed=0)
     assert order(2) == order()[2:]  # a continued run
+
+
+def test_an_image_that_is_repeated_comes_so_often_in_succession() -> None:
+    seen = list(itertools.chain(*order(0, 3, repeats=3)))
+
+    indices = [index for _, index, _ in seen]
+    assert len(set(indices)) == 8
+    assert indices == np.repeat(indices[::3], 3).tolist()
+    assert [copy for _, _, copy in seen] == [0, 1, 2] * 8
+    assert order(2, repeats=3) == order(repeats=3)[2:]  # a continued run
 
 
 def test_random_numbers_are_a_function_of_their_name_and_are_given_back() -> None:
@@ -128,7 +149,11 @@ def test_augmentation_does_not_depend_on_workers_nor_on_where_a_run_begins(image
     data = Data(root=str(images), batch_size=8, augment=AUGMENT)
     inner = TrainingImages({**RECORD, "num_classes": 10}, data, 0, labelled=True).images
     again = Seeded(inner.images, inner.rows, 0)
-    assert not torch.equal(again[0, 3][0], again[1, 3][0])  # another epoch, another crop
+    first = again[0, 3, 0][0]
+    assert torch.equal(first, again[0, 3, 0][0])
+    # Another epoch, and another copy, is another crop.
+    assert not torch.equal(first, again[1, 3, 0][0])
+    assert not torch.equal(first, again[0, 3, 1][0])
 
 
 def test_without_augmentation_images_are_those_of_evaluation(images: Path) -> None:

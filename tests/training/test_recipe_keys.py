@@ -39,6 +39,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {  # what to begin with, and th
     "data.augment.hflip": ({}, 1.0),
     "data.augment.color_jitter": ({}, 0.5),
     "data.augment.auto_augment": ({}, "rand-m9"),
+    "data.augment.repeats": ({}, 3),
     "data.augment.erase": ({}, 1.0),
     "data.augment.mixup": ({}, 1.0),
     "data.augment.cutmix": ({}, 1.0),
