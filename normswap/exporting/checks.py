@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from normswap.errors import OptionError, VerificationError, WrongResultError, explained
@@ -22,7 +23,7 @@ from normswap.exporting.exported_module import first_missing
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
 from normswap.graph.anatomy import Anatomy
-from normswap.models.calling import Example
+from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import full_precision
 from normswap.models.network_input import ANSWERS, answer
 from normswap.proof import allowance, running, verdict
@@ -508,14 +509,24 @@ class _Compared:
         The distance is large if the network enlarges rounding errors from block to block.
         """
         assert self.first is not None
-        signature = self.reference.signature
         wide = self.first.map_floats(Tensor.double)
         outputs = running.outputs_double(self.reference.source, wide)
-        if signature.whole:
-            expected = list(outputs.values())[signature.outputs.index(name)]
-        else:
-            expected = answer(outputs)
+        expected = list(outputs.values())[self._place(name)]
         return distance(expected, self.outputs[name]).relative_l2
+
+    def _place(self, name: str) -> int:
+        """Return the place of one of the file's outputs among all tensors the source gives."""
+        assert self.first is not None
+        signature = self.reference.signature
+        if signature.whole:
+            return signature.outputs.index(name)
+
+        # The answer may stand beside other tensors, in a structure that only the forward knows.
+        with torch.no_grad():
+            output = self.first.map(torch.clone).call(self.reference.source)
+        chosen = answer(output)
+        tensors = [value for _, value in named_tensors(output)]
+        return next(place for place, value in enumerate(tensors) if value is chosen)
 
 
 class _Hits:
