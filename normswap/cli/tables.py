@@ -362,7 +362,7 @@ def verdict(report: Body, *, can_fit: bool = False) -> str:
         return f"{beginning}: {measured}, {allowed}"
 
     if report.get("kept"):
-        return f"kept: {report['kept']['said']}"
+        return f"MEASURED: {report['kept']['said']}"
     if report["unmeasured"]:
         return f"not known: {report['unmeasured']}"
     if can_fit:

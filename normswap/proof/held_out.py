@@ -68,7 +68,7 @@ class Kept:
         if self.agreement is None or self.least is None:
             return f"{distance} on {images}"
 
-        sure = f"97.5 % sure: at least {self.least_percent} %"
+        sure = f"at least {self.least_percent} %, with 97.5 % confidence"
         # A classifier's scores, on axis 1, need no word.
         answer = ""
         if self.answer and self.axis != 1:

@@ -365,8 +365,8 @@ def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
         (
             Kept(0.875, 0.25, 16),
             (
-                "same prediction on 87.5 % of 16 held-out images (97.5 % sure: at least 63 %),"
-                " relative L2 2.5e-01"
+                "same prediction on 87.5 % of 16 held-out images (at least 63 %, with 97.5 %"
+                " confidence), relative L2 2.5e-01"
             ),
         ),
         (Kept(None, 0.25, 16), "relative L2 2.5e-01 on 16 held-out images"),
