@@ -1,10 +1,12 @@
 """Every format and dtype against the source, and the nodes of a file beside a plain export's.
 
     python tests/lab/benchmarks/export.py images [NAME ...]
+    python tests/lab/benchmarks/export.py plain [NAME ...]
     python tests/lab/benchmarks/export.py deep [NAME ...]
     python tests/lab/benchmarks/export.py nfnets [NAME ...]
 
-`images`: the trained networks on the 10,000 CIFAR-10 test images. `deep`: timm's networks with
+`images`: the trained networks on the 10,000 CIFAR-10 test images. `plain`: the same, exported by
+`torch.onnx.export` with their BatchNorms. `deep`: timm's networks with
 random weights (`lived_in_networks.calm`) at 64 px. `nfnets`: in ONNX Runtime, beside a plain export
 of the same network, at 96 px.
 
@@ -25,6 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
+import onnxruntime
 import timm
 import torch
 from kept import Kept, Row, markdown_head
@@ -68,6 +72,40 @@ def images(kept: Kept, name: str) -> Iterator[str]:
             row = kept.rows["images", name, form, dtype]
             share = f"{row['same']} of {row['count']} ({100 * row['same'] / row['count']:.2f} %)"
             yield f"| `{name}` | {form} | {dtype} | {row['error']:.1e} | {share} |"
+
+
+def plain(kept: Kept, name: str) -> Iterator[str]:
+    """One trained network on all test images, by torch's own ONNX export, in ONNX Runtime."""
+
+    def measure() -> Row:
+        source = open_model(str(NETWORKS[name]))
+        batches = read(source, archive("test"))[0].split(250)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "net.onnx"
+            torch.onnx.export(
+                source,
+                (batches[0],),
+                file,
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                dynamo=True,
+                verbose=False,
+            )
+            session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+            input_name = session.get_inputs()[0].name
+            answers = [session.run(None, {input_name: x.numpy()})[0] for x in batches]
+
+        expected = logits(source, batches)
+        found = torch.from_numpy(np.concatenate(answers))
+        same = int((expected.argmax(1) == found.argmax(1)).sum())
+        return {
+            "same": same,
+            "count": len(expected),
+            "error": distance(expected.double(), found.double()),
+        }
+
+    row = kept.get(("plain", name), measure)
+    share = f"{row['same']} of {row['count']} ({100 * row['same'] / row['count']:.2f} %)"
+    yield f"| `{name}` | {row['error']:.1e} | {share} |"
 
 
 def deep(kept: Kept, name: str) -> Iterator[str]:
@@ -173,6 +211,7 @@ def _error(source: nn.Module, file: Path, x: Tensor, batch: int) -> str:
 
 
 WAYS = {
+    "plain": (plain, tuple(NETWORKS), ("network", "relative L2", "same argmax by torch's export")),
     "images": (
         images,
         tuple(NETWORKS),
