@@ -17,6 +17,7 @@ Tables are filled in behind these marks:
 - `<!-- from FILE -->`: the tables of that file, which a script wrote, each below its heading.
 - `<!-- from FILE: PATTERN -->`: only the rows of these tables that the pattern matches.
 - `<!-- options -->`: the options of all schemes, from their records.
+- `<!-- ends -->`: where training ended, a task a row, from after_training.md.
 """
 
 import itertools
@@ -41,8 +42,20 @@ _ADVISED = re.compile(
     r"^. (labels|two|preact|depthwise|private) . (BatchNorm . 0|"
     r"`(groupnorm|groupnorm --relative-eps 0|skipinit|frozen-bn|tune)` .)"
 )
+# The ways that the table of ends compares, as after_training.md calls them, and their columns.
+_WAYS = {
+    "BatchNorm": "BatchNorm",
+    "BatchNorm in eval mode": "BatchNorm in eval mode",
+    "fresh GroupNorm, groups of 16": "fresh GroupNorm",
+    "GroupNorm, gamma and beta copied, groups of 16": "GroupNorm, gamma and beta copied",
+    "`groupnorm`": "`groupnorm`",
+    "`groupnorm --relative-eps 0`": "`groupnorm --relative-eps 0`",
+    "`skipinit`": "`skipinit`",
+    "`frozen-bn`": "`frozen-bn`",
+}
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
 _OPTIONS = re.compile(r"(<!-- options -->\n\n)((?:\|[^\n]*\n)*)")
+_ENDS = re.compile(r"(<!-- ends -->\n\n)((?:\|[^\n]*\n)*)")
 _TABLE = re.compile(r"<!-- from (\S+?)(?:: (.*))? -->\n\n((?:(?:\|[^\n]*|\*\*[^\n]*\*\*)\n\n?)*)")
 
 
@@ -108,12 +121,13 @@ def blocks_in(text: str) -> list[Block]:
 def filled(text: str) -> str:
     """Return a page with the tables of the files that it names, and of the schemes' options."""
     with_tables = _TABLE.sub(_tables, text)
-    return _OPTIONS.sub(lambda match: match[1] + options(), with_tables)
+    with_ends = _ENDS.sub(lambda match: match[1] + ends(), with_tables)
+    return _OPTIONS.sub(lambda match: match[1] + options(), with_ends)
 
 
 def without_tables(text: str) -> str:
     """Return a page without what `filled` fills in."""
-    return _OPTIONS.sub("", _TABLE.sub("", text))
+    return _OPTIONS.sub("", _ENDS.sub("", _TABLE.sub("", text)))
 
 
 def _tables(match: re.Match[str]) -> str:
@@ -158,6 +172,36 @@ def options() -> str:
         cells = (f"`{flag(option.name)}`", ", ".join(names), f"`{option.default}`", help_text)
         lines.append(f"| {' | '.join(cells)} |")
     return "".join(f"{line}\n" for line in lines)
+
+
+def ends() -> str:
+    """Return the table of where training ended: a task a row, a way a column, in percent."""
+    columns = ["task", "measure", "before", *_WAYS.values()]
+    lines = [_row(columns), "|---" * len(columns) + "|"]
+    heading = measure = ""
+    ended: dict[str, str] = {}
+    before = ""
+    for line in (ROOT / _MEASURED).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("## "):
+            heading = line.removeprefix("## ")
+            ended = {}
+        elif line.startswith("| task |"):
+            measure = cells[3].partition(":")[0]
+        elif len(cells) == 7 and cells[1] in _WAYS:
+            # A way that was refused has the reason where its rate would stand.
+            ended[cells[1]] = cells[5] or "refused"
+            if cells[1] == "`skipinit`":
+                # It is exact, so it begins where the source is.
+                before = cells[3]
+            if len(ended) == len(_WAYS):
+                lines.append(_row([heading, measure, before, *(ended[way] for way in _WAYS)]))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _row(cells: list[str]) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def after_training() -> str:

@@ -245,21 +245,6 @@ def test_marks(tmp_path: Path) -> None:
         demand(page)
 
 
-def test_every_situation_has_figures_or_says_that_there_are_none() -> None:
-    page = (ROOT / "docs" / "situations.md").read_text(encoding="utf-8")
-    sections = page.split("\n## ")[1:]
-    anchors = re.findall(r"\(results\.md#([\w-]+)\)", page)
-    heads = re.findall(r"^## (.*)", (ROOT / "docs/results.md").read_text(), re.M)
-    assert set(anchors) <= {re.sub(r"\W+", "-", head.lower()) for head in heads}
-
-    without = [
-        text.splitlines()[0]
-        for text in sections
-        if "(results.md#" not in text and "not measured" not in text
-    ]
-    assert without == []
-
-
 def test_every_public_name_has_an_example() -> None:
     """The examples are run as the blocks of their page."""
     code = "\n".join(

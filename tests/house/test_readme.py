@@ -30,7 +30,7 @@ def test_python_blocks_print_what_they_show(
         assert shown.language == "text"
         assert capsys.readouterr().out == shown.text
 
-    assert (tmp_path / "r18-skipinit" / "model.safetensors").is_file()
+    assert (tmp_path / "demo-skipinit" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

@@ -1,0 +1,195 @@
+"""The sentences and rows of README that have a figure, as the tables of tests/lab say them."""
+
+import re
+
+from support.lab_tables import Row, number, row_of, table, tenths, text
+
+INT8 = "int8.md"
+
+
+def ended(way: str) -> dict[str, str]:
+    """Return where a way ended, by task of after_training.md; its first row of a task counts."""
+    found: dict[str, str] = {}
+    for row in table("after_training.md"):
+        if row.get("way") == way and row["at the end"]:
+            found.setdefault(row["task"], row["at the end"])
+    return found
+
+
+def installation() -> str:
+    """Return what the installation downloads and takes of the disk."""
+    linux = row_of("installation.md", system="Linux")
+    for_gpus = row_of("installation.md", system="of it for GPUs")
+    macos = row_of("installation.md", system="macOS")
+
+    def gigabytes(cell: str) -> str:
+        return tenths(number(cell) / 1000)
+
+    return (
+        f"On Linux it downloads {gigabytes(linux['download, MB'])} GB and takes"
+        f" {gigabytes(linux['disk, MB'])} GB of disk, of which CUDA's libraries are"
+        f" {gigabytes(for_gpus['disk, MB'])}. To save these, install torch's [CPU"
+        " build](https://pytorch.org/get-started/locally/) first. On macOS"
+        f" and Windows it downloads {gigabytes(macos['download, MB'])} GB."
+    )
+
+
+def demo() -> str:
+    """Return what other ways to a GroupNorm keep of `demo`."""
+
+    def top1(way: str, calibration: str = "none") -> str:
+        row = row_of("schemes.md", network="demo", to=way, calibration=calibration)
+        return tenths(row["after"])
+
+    source = row_of("schemes.md", network="demo", to="groupnorm")["top-1 before"]
+    return (
+        f"On all 10,000 test images of CIFAR-10 the source has {tenths(source)} % top-1 and"
+        f" `groupnorm` {top1('groupnorm', '1000 images')} %; without images"
+        f" {top1('groupnorm')} %, as the plain norm (`--relative-eps 0`)"
+        f" {top1('groupnorm --relative-eps 0')} %. A GroupNorm with gamma and beta copied by hand"
+        f" has {top1('gamma, beta copied')} %, the new GroupNorms of Opacus'"
+        f" `ModuleValidator.fix` {top1('Opacus ModuleValidator.fix')} %."
+    )
+
+
+def normalizes() -> str:
+    """Return how much `groupnorm` normalizes, and what that is worth."""
+    plain = row_of("imagenet.md", how="groupnorm --relative-eps 0", images="none")["top-1"]
+    ours = row_of("imagenet.md", how="groupnorm", images="none")["top-1"]
+    groupnorm, frozen = ended("groupnorm"), ended("frozen-bn")
+    above = [task for task in frozen if number(groupnorm[task]) > number(frozen[task])]
+    assert above == ["policy"]
+    return (
+        "By default it normalizes little: its eps is 9 times the mean variance, so nine tenths of"
+        f" what it divides by are constant. That keeps {ours} % top-1 of an EfficientNet-Lite0,"
+        f" and the plain norm (`--relative-eps 0`) {plain} %. Do not take it for accuracy: it ends"
+        f" above `frozen-bn` on one of the {_numeral(len(frozen))} tasks below, the policy, whose"
+        " seeds differ by as much."
+    )
+
+
+def _numeral(count: int) -> str:
+    return {8: "eight", 9: "nine"}[count]
+
+
+def folds() -> str:
+    """Return what is left of the norms that fold exactly."""
+    whole = row_of("summary.md", family="all")
+    vanish = int(whole["folded back"]) + int(whole["forward"])
+    share = 100 * vanish // int(whole["norms"])
+    assert vanish + int(whole["scale moved"]) + int(whole["affine left"]) >= int(whole["norms"])
+    return (
+        f"Weights are random, and networks have at most 100 M parameters. Of these timm networks'"
+        f" {int(whole['norms']):,} norms {share} % leave nothing; the others leave a scale or a"
+        " shift."
+    )
+
+
+def _lost(row: Row, column: str) -> float:
+    return round(number(row["top-1 of fp32, %"]) - number(row[column]), 2)
+
+
+def _int8_rows(*formats: str) -> list[Row]:
+    rows = [row for row in table(INT8) if row["format"] in formats]
+    assert len(rows) == 5 * len(formats)
+    return rows
+
+
+def measured() -> list[str]:
+    """Return the rows of the table `Measured`: what, ours, and its peer's."""
+    folded = re.search(r"(\d+) architectures, .*?\*\*(\d+) exact", text("summary.md"))
+    by_torch = re.search(r"fx\.fuse: .*?(\d+) complete", text("summary.md"))
+    assert folded
+    assert by_torch
+    assert folded[1] == folded[2]
+
+    same = [row for row in table("export.md") if row.get("dtype") == "fp32"]
+    by_export = [row for row in table("export.md") if "same argmax by torch's export" in row]
+    assert all(number(row["same argmax"]) == 10_000 for row in same)
+    assert all(number(row["same argmax by torch's export"]) == 10_000 for row in by_export)
+    assert len(by_export) == 3
+
+    onnx = _int8_rows("onnx")
+    others = _int8_rows("openvino", "litert")
+    speeds = [number(row["fp32 / ours"]) for row in onnx]
+    tools = [number(row["fp32, ms"]) / number(row["tool, ms"]) for row in onnx]
+    ratios = [number(row["tool / ours"]) for row in others]
+
+    def most_lost(rows: list[Row], column: str) -> str:
+        return tenths(max(_lost(row, column) for row in rows))
+
+    return [
+        (
+            f"| timm networks with BatchNorm that fold exactly, of {folded[1]} |"
+            f" [{folded[2]}](tests/lab/coverage/summary.md) | torch.fx's fuser: {by_torch[1]} |"
+        ),
+        (
+            "| networks of torchvision, transformers, Ultralytics, MONAI and others that do, of"
+            f" {_elsewhere()} | [{_elsewhere()}](tests/lab/coverage/wild.md) | not tried |"
+        ),
+        (
+            "| CIFAR-10 test images, of 10,000, with the source's class: three networks, exported"
+            " in fp32 | [10,000](tests/lab/benchmarks/export.md) | `torch.onnx.export`: 10,000 |"
+        ),
+        (
+            "| int8 in ONNX Runtime, five networks: most top-1 lost, in points |"
+            f" [{most_lost(onnx, 'of ours')}](tests/lab/benchmarks/int8.md) | its own quantizer:"
+            f" {most_lost(onnx, 'of tool')} |"
+        ),
+        (
+            "| the same: speed as a multiple of fp32's, one thread |"
+            f" [{tenths(min(speeds))} to {tenths(max(speeds))}](tests/lab/benchmarks/int8.md) | its"
+            f" own quantizer: {tenths(min(tools))} to {tenths(max(tools))} |"
+        ),
+        (
+            "| int8 in OpenVINO and LiteRT, five networks: most top-1 lost, in points |"
+            f" [{most_lost(others, 'of ours')}](tests/lab/benchmarks/int8.md) | their own"
+            f" quantizers: {most_lost(others, 'of tool')} |"
+        ),
+        (
+            "| the same: speed as a multiple of their own quantizers' |"
+            f" [{min(ratios):.2f} to {max(ratios):.2f}](tests/lab/benchmarks/int8.md) | 1 |"
+        ),
+    ]
+
+
+def _elsewhere() -> str:
+    """Return how many networks of other libraries have BatchNorms; all of them fold."""
+    rows = [row for row in table("wild.md") if "library" in row]
+    count = sum(number(row["walked"]) for row in rows)
+    for column in ("not built", "too large", "no BatchNorm"):
+        count -= sum(number(row[column]) for row in rows)
+    assert sum(number(row["exact"]) for row in rows) == count
+    return f"{count:.0f}"
+
+
+def ends() -> str:
+    """Return the words above the table of where training ended."""
+    in_eval, groupnorm = ended("BatchNorm in eval mode"), ended("groupnorm")
+    assert len(in_eval) == 8
+    assert all(number(in_eval[task]) >= number(groupnorm[task]) for task in in_eval)
+
+    blurred = row_of("recalibrate.md", network="resnet18_narrow", shift="blurred, 5 x 5")
+    return (
+        "Figures are percent, and higher is better: mean and standard deviation of three seeds"
+        " (policy: three or eight, private: one). Each way has the learning rate that was best on"
+        " held-out training images. A few tenths between two ways may come from the rate. On the"
+        " first three tasks the network has little left to learn, so they show what a swap costs."
+        " On blurred images it learns. There `recalibrate` reaches"
+        f" {tenths(blurred['recalibrated'])} % without training, by new statistics alone. Opacus"
+        ' refuses BatchNorm, and its own `fix` makes the new GroupNorms of the column "fresh'
+        ' GroupNorm".'
+    )
+
+
+def speeds() -> str:
+    """Return what timm's own script measures on the network of the table of speeds."""
+    found = re.search(r"inference (\d+) images/s, training (\d+)", text("h200.md"))
+    assert found
+    return (
+        f"timm's own script measures {found[1]} images/s of inference and {found[2]} of training on"
+        " the same BatchNorm network."
+    )
+
+
+SENTENCES = (installation, demo, normalizes, folds, ends, speeds)
