@@ -61,7 +61,7 @@ def normalizes() -> str:
     assert above == ["policy"]
     return (
         "By default it normalizes little: its eps is 9 times the mean variance, so nine tenths of"
-        f" what it divides by are constant. That keeps {ours} % top-1 of an EfficientNet-Lite0,"
+        f" variance + eps are constant. That keeps {ours} % top-1 of an EfficientNet-Lite0,"
         f" and the plain norm (`--relative-eps 0`) {plain} %. Do not take it for accuracy: it ends"
         f" above `frozen-bn` on one of the {_numeral(len(frozen))} tasks below, the policy, whose"
         " seeds differ by as much."
