@@ -100,6 +100,8 @@ class Report:
         remedy: What helps where nothing is proved. Empty otherwise.
         allowances: How each tolerance came about, by precision.
         site_tolerance: The largest relative L2 error that is allowed inside, by site.
+        steps_before: How many steps of its plan the network that this was measured against had
+            behind it. With 0 it is the source itself.
     """
 
     exact: bool
@@ -115,6 +117,7 @@ class Report:
     remedy: str = ""
     allowances: dict[str, str] = field(default_factory=dict)
     site_tolerance: dict[str, float] = field(default_factory=dict)
+    steps_before: int = 0
 
     @property
     def verdict(self) -> str:

@@ -133,6 +133,12 @@ class Facts:
         return f"{self.arch.name} converted to {', then '.join(names)}"
 
     @property
+    def is_exact(self) -> bool:
+        """Whether the proof holds of the source: no step since then changes the function."""
+        exact = all(schemes.chosen(step["scheme"], step["options"]).exact for step in self.steps)
+        return self.report is not None and self.report.exact and exact
+
+    @property
     def norms(self) -> tuple[NormFact, ...]:
         """Every norm of the source."""
         in_blocks = itertools.chain.from_iterable(block.norms for block in self.blocks)

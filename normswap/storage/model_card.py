@@ -1,6 +1,7 @@
 """The model card that stands beside converted weights."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -8,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import yaml_dump
 
 from normswap import schemes
-from normswap.errors import printable
+from normswap.errors import OptionError, printable
 from normswap.models import kinds
 from normswap.plan import Step
 from normswap.proof.verdict import Report
@@ -125,13 +126,15 @@ def render(
     source = record.source if base else PurePath(record.source).name
     sha256 = f" (tensors' SHA-256 {_code_span(record.sha256)})" if record.sha256 else ""
     measured = "Not verified since the last change to its weights.\n"
+    is_exact = _is_exact(record.plan.steps, report)
     if report:
-        measured = _measured(report)
+        before = " -> ".join(["source", *steps[: report.steps_before]])
+        measured = _measured(report, before, is_exact=is_exact)
     if accuracy:
         measured = f"{accuracy}\n{measured}"
     if record.arch is not None and record.arch.builder == "timm" and _is_frozen(record):
         measured = f"{measured}\n{_THAWS}\n"
-    reversible = record.norms and (not report or report.exact)
+    reversible = record.norms and is_exact
     return _CARD.read_text(encoding="utf-8").format(
         data=data.to_yaml(),
         title=_plain(title),
@@ -142,6 +145,19 @@ def render(
         code=code,
         back="; `--to unfold` brings the BatchNorm network back" if reversible else "",
     )
+
+
+def _is_exact(steps: Sequence[Step], report: Report | None) -> bool:
+    """Whether all steps since the source keep the function.
+
+    Args:
+        steps: The steps of the plan.
+        report: The measurements, which count where a scheme is of a package that is not here.
+    """
+    try:
+        return all(schemes.of(step).exact for step in steps)
+    except OptionError:
+        return report is None or report.exact
 
 
 def _is_frozen(record: Provenance) -> bool:
@@ -216,13 +232,26 @@ def _described(step: Step) -> str:
     return f"{step.scheme} ({options})"
 
 
-def _measured(report: Report) -> str:
-    """Return the card's paragraph about the measurements, in Markdown."""
-    claim = "changes the function of its source"
-    if report.exact:
-        claim = "keeps the function of its source"
+def _measured(report: Report, before: str, *, is_exact: bool) -> str:
+    """Return the card's paragraph about the measurements, in Markdown.
+
+    Args:
+        report: The measurements.
+        before: The source, and the steps after which the network stood that this was measured
+            against.
+        is_exact: Whether all steps since the source keep the function.
+    """
+    claim = "this conversion changes the function of its source"
+    if is_exact:
+        claim = "this conversion keeps the function of its source"
+    elif report.exact:
+        claim = "this keeps the function of that network, which has another one than its source"
+
+    reference = "the source"
+    if report.steps_before:
+        reference = f"the network after {_plain(before)}"
     lines = [
-        f"Measured against the source on {_plain(report.inputs)} (this conversion {claim}):\n",
+        f"Measured against {reference} on {_plain(report.inputs)} ({claim}):\n",
         "| precision | input | relative L2 | largest |" + " same argmax |" * report.exact,
         "|---|---|---|---|" + "---|" * report.exact,
     ]

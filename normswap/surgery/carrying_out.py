@@ -1,6 +1,6 @@
 """Carry out one step of a conversion: apply it, fit its values to data, prove it, record it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +21,8 @@ from normswap.schemes.scheme import FitTask
 from normswap.sites.site import site_of
 from normswap.surgery import applying, learning
 from normswap.surgery.network import Batches, Network, calls_of
+
+_NONE_HELD_OUT = "no calibration image was held out to measure on"
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,11 +191,8 @@ def fit(
     # Every fourth of the user's images is held out, unless the scheme needs them all.
     batches = None if images is None else calls_of(images, network)
     split: held_out.HeldOutSplit | None = None
-    fits_to_all = chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)
-    if batches is not None and not fits_to_all:
-        calls = list(batches) if isinstance(batches, Iterator) else batches
-        whole = not running.runs_on_one(network.module, network.examples[0])
-        batches = split = held_out.HeldOutSplit(calls, network.device, whole=whole)
+    if batches is not None and not _fits_to_all(chosen, images):
+        batches = split = _split(batches, network)
 
     assert chosen.scheme.fit is not None
     task = FitTask(
@@ -217,15 +216,57 @@ def fit(
         notes += (synthetic_note,)
 
     if split is None:
-        unmeasured = ""
-        if images is not None:
-            unmeasured = "no calibration image was held out to measure on"
-        return Fitted((), unmeasured, notes)
+        return Fitted((), "" if images is None else _NONE_HELD_OUT, notes)
 
     # The split counts copies once the fit has gone through its batches.
     if split.copies:
         notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
     return Fitted(tuple(split.held), "" if split.held else held_out.TOO_FEW, notes)
+
+
+def _fits_to_all(chosen: Chosen, images: Batches | None) -> bool:
+    """Whether a scheme fits its values to all images, so that none of them is held out."""
+    return chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)
+
+
+def _split(batches: Iterable[Example], network: Network) -> held_out.HeldOutSplit:
+    """Return the calls to fit to, which hold out every fourth image.
+
+    Args:
+        batches: All calls. If they can be read only once, they are kept.
+        network: The network that runs on them.
+    """
+    calls = list(batches) if isinstance(batches, Iterator) else batches
+    whole = not running.runs_on_one(network.module, network.examples[0])
+    return held_out.HeldOutSplit(calls, network.device, whole=whole)
+
+
+def measured_again(
+    source: Network, result: nn.Module, steps: Sequence[Step]
+) -> tuple[held_out.Kept | None, str]:
+    """Return how well the answers agree after several steps, on the images that all held out.
+
+    Args:
+        source: The network before the first step, with the images that the steps were fitted to.
+        result: The network after the last step.
+        steps: The steps.
+
+    Returns:
+        The agreement, or None if it cannot be measured; and the reason where there were images.
+    """
+    fitted = [chosen for step in steps if (chosen := schemes.of(step)).fits]
+    images = source.images
+    if images is None or not fitted:
+        return None, ""
+    # An image that one of the steps was fitted to says nothing about other images.
+    if any(_fits_to_all(chosen, images) for chosen in fitted):
+        return None, _NONE_HELD_OUT
+
+    split = _split(calls_of(images, source), source)
+    for _ in split:
+        pass
+    kept = held_out.measured(source.module, result, split.held, source.anatomy)
+    return kept, "" if split.held else held_out.TOO_FEW
 
 
 def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Report:
@@ -267,7 +308,12 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
     verdict.require_passed(report, step.scheme)
     agreement = held_out.measured(network.module, result, fitted.held, network.anatomy)
 
-    return replace(report, kept=agreement, unmeasured=fitted.unmeasured)
+    return replace(
+        report,
+        kept=agreement,
+        unmeasured=fitted.unmeasured,
+        steps_before=len(network.provenance.plan.steps),
+    )
 
 
 def applied(network: Network, step: Step) -> nn.Module:

@@ -289,7 +289,7 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(source.images, source.progress)
 
-    whole = conversions[0] if len(conversions) == 1 else _joined(source, conversions)
+    whole = joined(source, conversions)
     if whole.report.exact and (note := intermediates.note(source, whole.model)):
         return replace(whole, notes=(*whole.notes, note))
     return whole
@@ -406,18 +406,22 @@ def _checked_like(like: object) -> str | nn.Module:
     return like
 
 
-def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
-    """Return several steps as one conversion, proved from end to end.
+def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
+    """Return several steps as one conversion, proved and measured from end to end.
 
     Args:
-        source: The network before the first step.
-        conversions: The conversion of each step, in order.
+        source: The network before the first step, with the images that the steps were fitted to.
+        conversions: The conversion of each step, in order. A single one is returned as it is.
 
     Raises:
         VerificationError: The result of all steps is wrong.
     """
     last = conversions[-1]
+    if len(conversions) == 1:
+        return last
+
     steps = last.plan.steps[-len(conversions) :]
+    earlier = source.provenance.plan.steps
     exact = all(schemes.of(step).exact for step in steps)
 
     precise = None
@@ -426,19 +430,20 @@ def _joined(source: Network, conversions: list[Conversion]) -> Conversion:
             source, lambda: applying.apply(source.module, steps, double=True)
         )
 
-    claims = applying.claims(steps, earlier=source.provenance.plan.steps)
+    claims = applying.claims(steps, earlier=earlier)
     report = comparison.compare_networks(
         source, last.model, exact=exact, precise=precise, claims=claims
     )
+    report = replace(report, steps_before=len(earlier))
 
-    # The exact steps lose nothing, so the agreement of a single fitted step holds for all steps.
-    fitted = [conversion.report for conversion in conversions if not conversion.report.exact]
-    if len(fitted) == 1:
-        report = replace(report, kept=fitted[0].kept, unmeasured=fitted[0].unmeasured)
-    elif fitted and source.calibrate is not None:
-        report = replace(
-            report, unmeasured=f"{len(fitted)} steps were fitted, each measured by itself"
-        )
+    # The exact steps lose nothing, so the agreement of a single step that changes the function
+    # holds for all steps. What two such steps keep together is measured anew.
+    changing = [conversion.report for conversion in conversions if not conversion.report.exact]
+    if len(changing) == 1:
+        report = replace(report, kept=changing[0].kept, unmeasured=changing[0].unmeasured)
+    elif changing:
+        kept, unmeasured = carrying_out.measured_again(source, last.model, steps)
+        report = replace(report, kept=kept, unmeasured=unmeasured)
 
     verdict.require_passed(report, " and ".join(step.scheme for step in steps))
 

@@ -212,6 +212,7 @@ def _restored(
     report = comparison.compare_networks(network, result, exact=False)
     verdict.require_passed(report, step.scheme)
 
+    report = replace(report, steps_before=len(network.provenance.plan.steps))
     return Conversion(network.after(result), report, {}, notes)
 
 

@@ -66,6 +66,49 @@ SIX: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: skeleton("resnet18", layers=(1, 2, 1, 1), channels=(4, 6, 8, 8)),
     "seresnet18": lambda: skeleton("seresnet18", layers=(1, 2, 1, 1), channels=(8, 8, 16, 16)),
 }
+
+
+class TwoSums(nn.Module):
+    """A module of two residual branches, one after the other, as transformers have them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 1)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.bn1(self.conv1(x))
+        return x + self.bn2(self.conv2(x.relu()))
+
+
+class Nested(nn.Module):
+    """A residual block whose branch has a residual block in it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inside = PostAct(channels)
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bn(self.conv(self.inside(x)))
+
+
+def _shared_block() -> nn.Module:
+    """A network that calls its first block twice."""
+    model = Net(PostAct)
+    model.blocks.append(model.blocks[0])
+    return model
+
+
+# Networks that have more residual sums than modules around them.
+MORE_SUMS: dict[str, Callable[[], nn.Module]] = {
+    "two sums": lambda: Net(TwoSums),
+    "nested": lambda: Net(Nested),
+    "shared": _shared_block,
+}
 # The networks without a residual sum, so that no scalar of a branch has a place.
 BRANCHLESS = ("joined",)
 
@@ -92,7 +135,7 @@ def trained(name: str, seed: int = 0) -> nn.Module:
     Its statistics are roughly those of `images(8)`.
     """
     torch.manual_seed(seed)
-    model = lived_in(SIX[name](), images(8), seed)
+    model = lived_in({**SIX, **MORE_SUMS}[name](), images(8), seed)
     for number, path in enumerate(batchnorms(model)):
         norm: Any = model.get_submodule(path)
         norm.num_batches_tracked.fill_(100 + number)

@@ -13,9 +13,9 @@ import timm
 import torch
 from support.lived_in_networks import batchnorms, distance, run, step
 from support.narrow_networks import norm_free, source as lived
-from support.sampled_tables import crossed, dice
+from support.sampled_tables import crossed, dice, sampled
 from support.scheme_rows import ROWS, Row
-from support.six_networks import BRANCHLESS, SIX, fits, images, trained
+from support.six_networks import BRANCHLESS, MORE_SUMS, SIX, fits, images, trained
 from timm.layers import ScaledStdConv2d
 from torch import nn
 
@@ -66,7 +66,8 @@ def anatomy(name: str) -> Anatomy:
 
 @functools.cache
 def whole(name: str, row: str) -> Step:
-    scheme = next(each for _, each in CASES if str(each) == row)
+    rows = [*ROWS, *FITTED, *(each for _, each in PLANNED)]
+    scheme = next(each for each in rows if str(each) == row)
     planned, builder = step(anatomy(name), scheme.scheme, **scheme.options)
     assert not builder.refusals
     return planned
@@ -76,7 +77,14 @@ def units(name: str) -> list[tuple[str, ...]]:
     """What is taken together: a residual block, or a layer and the norm after it."""
     if name in BRANCHLESS:
         return [("stem", "bn1"), ("down", "bn2", "up", "bn3")]
-    return [(block.path,) for block in anatomy(name).blocks]
+
+    # The second sum of a module has the module's path, and a number.
+    paths = {block.path.partition("+")[0]: None for block in anatomy(name).blocks}
+    outermost: list[tuple[str, ...]] = []
+    for path in paths:
+        if not any(path.startswith(f"{other}.") for other in paths):
+            outermost.append((path,))
+    return outermost
 
 
 def scope_of(name: str, row: Row) -> dict[str, list[str]]:
@@ -116,6 +124,24 @@ def assert_outside_stays(before: nn.Module, after: nn.Module, scope: dict[str, l
 @pytest.mark.parametrize(("name", "row"), CASES, ids=str)
 @pytest.mark.one_in(4)
 def test_a_part_gets_the_edits_of_the_whole(name: str, row: Row) -> None:
+    hold_part(name, row)
+
+
+SUMS = {
+    f"{name}: {row}": (name, row)
+    for name in MORE_SUMS
+    for row in (*ROWS, *FITTED)
+    if fits(name, row.scheme)
+}
+
+
+@pytest.mark.parametrize("case", sampled(SUMS, 6))
+def test_every_sum_of_a_module_belongs_to_its_part(case: str) -> None:
+    hold_part(*SUMS[case])
+
+
+def hold_part(name: str, row: Row) -> None:
+    """A part has the edits of the whole, and everything else stays to the last bit."""
     scope = scope_of(name, row)
     part, builder = step(restrict(anatomy(name), **scope), row.scheme, **row.options)
     assert not builder.refusals

@@ -21,6 +21,7 @@ import torch
 from support.sampled_tables import quick
 from support.small_trainings import command, made, network, recipe, train, weights, write_images
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
 from normswap.training.assembly import Task
@@ -65,10 +66,33 @@ def busy() -> nn.Module:
     return network("regularized-skipinit")
 
 
-def same(one: Path, two: Path) -> bool:
+def kept(out: Path) -> dict[str, Any]:
+    """Everything that a run keeps: two networks, and its state with the average and the optimizer.
+
+    The values are by file and place. A run's position is left out, as a clock has a part in it.
+    """
+    values: dict[str, Any] = {}
     for name in ("best", "last"):
-        other = weights(two / name)
-        if not all(torch.equal(tensor, other[key]) for key, tensor in weights(one / name).items()):
+        values |= {f"{name} {key}": tensor for key, tensor in weights(out / name).items()}
+
+    state = torch.load(out / "state/run.pt", weights_only=True)
+    parts = {name: state[name] for name in ("model", "ema", "optimizer", "scaler")}
+    for place, value in tree_flatten_with_path(parts)[0]:
+        values[f"state {keystr(place)}"] = value
+    return values
+
+
+def same(one: Path, two: Path) -> bool:
+    """Whether two runs keep the same, to the last bit."""
+    ours = kept(one)
+    theirs = kept(two)
+    assert any("ema" in name for name in ours)
+    assert any("optimizer" in name for name in ours)
+    if ours.keys() != theirs.keys():
+        return False
+    for name, value in ours.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        if not (torch.equal(value, theirs[name]) if is_tensor else value == theirs[name]):
             return False
     return True
 

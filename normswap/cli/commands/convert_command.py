@@ -299,7 +299,7 @@ def _planned(
 
 def _carry_out(
     network: Network, plan: Plan, origin: str, name: str
-) -> tuple[Conversion | None, list[Body]]:
+) -> tuple[Conversion, list[Body]]:
     """Carry out the steps of a plan from a file.
 
     Args:
@@ -309,16 +309,14 @@ def _carry_out(
         name: The network's name, as its user typed it.
 
     Returns:
-        The last conversion, and the record of each step.
+        All steps as one conversion, and the record of each step.
     """
     from normswap.analysis import summary
-    from normswap.surgery import edited_plans
+    from normswap.surgery import conversion, edited_plans
     from normswap.surgery.carrying_out import carry_out
 
-    bodies: list[Body] = []
-    converted: Conversion | None = None
-    images = network.images
-    progress = network.progress
+    source = network
+    conversions: list[Conversion] = []
     elsewhere = ""
     if plan.made_for not in ("", name):
         elsewhere = f"{origin} was made for {plan.made_for}; this is {name}"
@@ -329,14 +327,15 @@ def _carry_out(
         try:
             notes = edited_plans.notes(network, step)
             outcomes = edited_plans.outcomes(network, step)
-            converted = carry_out(network.fitted_to(images, progress), step)
-            converted = replace(converted, notes=(*notes, *converted.notes), outcomes=outcomes)
+            done = carry_out(network.fitted_to(source.images, source.progress), step)
+            conversions.append(replace(done, notes=(*notes, *done.notes), outcomes=outcomes))
         except PlanError as error:
             raise PlanError(error.what, error.why, error.remedy or elsewhere) from None
         except RuntimeError as error:
             raise PlanError(
                 f"{origin} gives a network that does not run", first_line(error)
             ) from error
-        network = converted.network
-        bodies += summary.of_conversion(converted)
-    return converted, bodies
+        network = done.network
+
+    converted = conversion.joined(source, conversions)
+    return converted, summary.of_conversion(converted)
