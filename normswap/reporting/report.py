@@ -135,8 +135,9 @@ class Facts:
     @property
     def is_exact(self) -> bool:
         """Whether the proof holds of the source: no step since then changes the function."""
-        exact = all(schemes.chosen(step["scheme"], step["options"]).exact for step in self.steps)
-        return self.report is not None and self.report.exact and exact
+        steps = [Step(step["scheme"], step["options"], ()) for step in self.steps]
+        is_exact = schemes.are_exact(steps)
+        return self.report is not None and self.report.exact and is_exact is not False
 
     @property
     def norms(self) -> tuple[NormFact, ...]:

@@ -5,6 +5,7 @@ in the catalogue. `normswap.register_scheme` adds one from outside.
 """
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import replace
 
 from normswap import plugins
@@ -137,6 +138,14 @@ def chosen(name: str, options: Options) -> Chosen:
 def of(step: Step) -> Chosen:
     """Return the scheme that a step was planned with, and its options."""
     return chosen(step.scheme, step.options)
+
+
+def are_exact(steps: Iterable[Step]) -> bool | None:
+    """Whether all steps keep the function of the network, or None if a scheme is not known here."""
+    try:
+        return all(of(step).exact for step in steps)
+    except OptionError:
+        return None
 
 
 def all_options() -> dict[str, tuple[Option, list[str]]]:

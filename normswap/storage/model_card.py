@@ -1,7 +1,6 @@
 """The model card that stands beside converted weights."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -9,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import yaml_dump
 
 from normswap import schemes
-from normswap.errors import OptionError, printable
+from normswap.errors import printable
 from normswap.models import kinds
 from normswap.plan import Step
 from normswap.proof.verdict import Report
@@ -126,7 +125,9 @@ def render(
     source = record.source if base else PurePath(record.source).name
     sha256 = f" (tensors' SHA-256 {_code_span(record.sha256)})" if record.sha256 else ""
     measured = "Not verified since the last change to its weights.\n"
-    is_exact = _is_exact(record.plan.steps, report)
+    is_exact = schemes.are_exact(record.plan.steps)
+    if is_exact is None:
+        is_exact = report is None or report.exact
     if report:
         before = " -> ".join(["source", *steps[: report.steps_before]])
         measured = _measured(report, before, is_exact=is_exact)
@@ -145,19 +146,6 @@ def render(
         code=code,
         back="; `--to unfold` brings the BatchNorm network back" if reversible else "",
     )
-
-
-def _is_exact(steps: Sequence[Step], report: Report | None) -> bool:
-    """Whether all steps since the source keep the function.
-
-    Args:
-        steps: The steps of the plan.
-        report: The measurements, which count where a scheme is of a package that is not here.
-    """
-    try:
-        return all(schemes.of(step).exact for step in steps)
-    except OptionError:
-        return report is None or report.exact
 
 
 def _is_frozen(record: Provenance) -> bool:

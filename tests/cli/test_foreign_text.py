@@ -237,6 +237,7 @@ def test_a_card_has_the_headings_of_its_template_alone() -> None:
         worst=report.worst,
         kept=None,
         unmeasured=HOSTILE,
+        steps_before=0,
     )
     card: Any = hostile_report
     text = model_card.render(hostile_record(), card, license=HOSTILE)

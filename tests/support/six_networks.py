@@ -79,7 +79,7 @@ class TwoSums(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.bn1(self.conv1(x))
+        x = x + self.bn1(self.conv1(x.relu()))
         return x + self.bn2(self.conv2(x.relu()))
 
 

@@ -137,7 +137,14 @@ SUMS = {
 
 @pytest.mark.parametrize("case", sampled(SUMS, 6))
 def test_every_sum_of_a_module_belongs_to_its_part(case: str) -> None:
-    hold_part(*SUMS[case])
+    name, row = SUMS[case]
+    _, builder = step(anatomy(name), row.scheme, **row.options)
+    # A scheme may refuse what is called twice; then no part of it is of interest.
+    if builder.refusals:
+        assert name == "shared", builder.refusals
+        return
+
+    hold_part(name, row)
 
 
 def hold_part(name: str, row: Row) -> None:
