@@ -8,6 +8,8 @@ chosen.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,8 +21,13 @@ RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 # Rows are summed when so many are waiting, or fewer if a row has many numbers.
 _BLOCK = 4096
 _NUMBERS = 2**22
+# Patches of at most so many numbers are fitted with all ridges at once, wider ones with one ridge
+# after the other, as a ridge that need not be tried saves more than the calls of torch cost.
+_NARROW = 512
 # For patches of at least so many numbers, NumPy's symmetric product is faster than torch's.
 _WIDE = 128
+# The sums of `Moments`.
+_SUMS = ("x", "y", "xx", "xy", "yy")
 # About so many of a layer's targets are compared when the ridge is chosen.
 _JUDGED = 128
 
@@ -79,6 +86,11 @@ class Moments:
 
         return cls(0, xs, ys, xx, xy, yy, x0, y0, biased=biased)
 
+    def emptied(self) -> Moments:
+        """Return moments of no rows, about the same points."""
+        sums = {name: torch.zeros_like(getattr(self, name)) for name in _SUMS}
+        return replace(self, count=0, waiting=[], **sums)
+
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add a batch of rows and their targets.
 
@@ -86,8 +98,17 @@ class Moments:
             x: The inputs, (G, n, f) or (G, N, p, f).
             y: The targets, (G, n, o) or (G, N, p, o).
         """
-        self.waiting.append((_about(x, self.x0), _about(y, self.y0)))
-        self.count += self.waiting[-1][0].shape[1]
+        self.add_about(_about(x, self.x0).flatten(1, -2), _about(y, self.y0).flatten(1, -2))
+
+    def add_about(self, x: Tensor, y: Tensor) -> None:
+        """Add rows, and their targets, from which the points x0 and y0 are subtracted already.
+
+        Args:
+            x: The inputs less x0, (G, n, f).
+            y: The targets less y0, (G, n, o).
+        """
+        self.waiting.append((x, y))
+        self.count += x.shape[1]
 
         # Products of many rows at once are faster, so rows wait until there are enough.
         if sum(rows.shape[1] for rows, _ in self.waiting) >= min(
@@ -98,7 +119,8 @@ class Moments:
     def flush(self) -> None:
         """Add the rows that are waiting to the sums."""
         if self.waiting:
-            x, y = (torch.cat(rows, 1) for rows in zip(*self.waiting, strict=True))
+            parts = zip(*self.waiting, strict=True)
+            x, y = (torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in parts)
             self.waiting = []
             self.x += x.sum(1)
             self.xx += _squared(x)
@@ -114,10 +136,7 @@ class Moments:
         """
         self.flush()
         other.flush()
-        sums = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in ("count", "x", "y", "xx", "xy", "yy")
-        }
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ("count", *_SUMS)}
         return replace(self, **sums)
 
     def means(self) -> tuple[Tensor, Tensor]:
@@ -134,24 +153,27 @@ class Moments:
         self.flush()
         x = self.x / self.count
         y = self.y / self.count
-        covariance = self.xx / self.count - x[:, :, None] * x[:, None, :]
-        cross = self.xy / self.count - y[:, :, None] * x[:, None, :]
-        variance = self.yy / self.count - y.square()
+        share = 1 / self.count
+        # Of products like these torch computes a x x' + b C in one call.
+        covariance = torch.baddbmm(self.xx, x[:, :, None], x[:, None], beta=share, alpha=-1)
+        cross = torch.baddbmm(self.xy, y[:, :, None], x[:, None], beta=share, alpha=-1)
+        variance = torch.addcmul(self.yy * share, y, y, value=-1)
         if self.biased:
             return covariance, cross, variance
 
         x, y = self.means()
         return (
-            covariance + x[:, :, None] * x[:, None],
-            cross + y[:, :, None] * x[:, None],
-            variance + y.square(),
+            torch.baddbmm(covariance, x[:, :, None], x[:, None]),
+            torch.baddbmm(cross, y[:, :, None], x[:, None]),
+            torch.addcmul(variance, y, y),
         )
 
 
 def _about(rows: Tensor, point: Tensor) -> Tensor:
-    """Return rows (G, ..., f) less a point (G, f), as (G, n, f) in float32 or more."""
+    """Return rows (G, ..., f) less a point (G, f), in float32 or more."""
     precision = torch.promote_types(rows.dtype, torch.float32)
-    return rows.flatten(1, -2).to(precision) - point[:, None].to(precision)
+    by_group = (len(point), *(1,) * (rows.ndim - 2), -1)
+    return rows.to(precision) - point.to(precision).view(by_group)
 
 
 def _squared(x: Tensor) -> Tensor:
@@ -188,16 +210,21 @@ class Folds:
             x: The inputs, (N, G, p, f).
             y: The targets, (N, G, p, o).
         """
+        count = len(x)
+        x = x.transpose(0, 1)
+        y = y.transpose(0, 1)
         if not self.halves:
-            self.halves = [
-                Moments.like(x.transpose(0, 1), y.transpose(0, 1), biased=self.biased)
-                for _ in range(2)
-            ]
+            empty = Moments.like(x, y, biased=self.biased)
+            self.halves = [empty, empty.emptied()]
+
+        # Both halves have one point, which is subtracted once.
+        x = _about(x, self.halves[0].x0)
+        y = _about(y, self.halves[0].y0)
         for i, half in enumerate(self.halves):
-            rows = slice((i - self.images) % 2, None, 2)
-            if x[rows].numel():
-                half.add(x[rows].transpose(0, 1), y[rows].transpose(0, 1))
-        self.images += len(x)
+            images = slice((i - self.images) % 2, None, 2)
+            if x[:, images].numel():
+                half.add_about(x[:, images].flatten(1, 2), y[:, images].flatten(1, 2))
+        self.images += count
 
     def total(self) -> Moments:
         """Return the moments of all images."""
@@ -208,6 +235,8 @@ class Folds:
 class Kernel:
     """The part of a regression that depends on its inputs alone: K = C + ridge m, factored.
 
+    Kernels of R ridges are one record, whose tensors then have R as their first dimension.
+
     Args:
         factor: The lower Cholesky factor of K, (G, f, f).
         damp: The ridge times m, the mean diagonal of C, (G, 1, 1).
@@ -217,28 +246,37 @@ class Kernel:
     damp: Tensor
 
     @classmethod
-    def of(cls, covariance: Tensor, ridge: float) -> Kernel:
+    def of(cls, covariance: Tensor, ridge: float | Tensor) -> Kernel:
         """Factor a covariance (G, f, f) plus a ridge.
 
         A float32 covariance of wide, correlated patches may have negative eigenvalues. The ridge of
         its group then grows tenfold, as often as the factorization fails.
+
+        Args:
+            covariance: The covariance C of the inputs, (G, f, f).
+            ridge: The ridge, or R ridges as (R, 1, 1, 1).
 
         Raises:
             LinAlgError: The covariance is not finite.
         """
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
         while True:
-            kernel = covariance.clone()
-            kernel.diagonal(dim1=1, dim2=2).add_(damp[..., 0])
+            kernel = covariance.expand(*damp.shape[:-2], *covariance.shape[1:]).clone()
+            kernel.diagonal(dim1=-2, dim2=-1).add_(damp[..., 0])
             factor, failed = torch.linalg.cholesky_ex(kernel)
-            if not bool(damp.isfinite().all()):
+
+            # A sum of ridges is finite if each is. Both answers are read at once.
+            total, failures = torch.stack([damp.sum(), failed.sum()]).tolist()
+            if not math.isfinite(total):
                 raise torch.linalg.LinAlgError("the covariance is not finite")
-            if not bool((failed > 0).any()):
+            if not failures:
                 return cls(factor, damp)
-            damp = torch.where(failed[:, None, None] > 0, 10 * damp, damp)
+            damp = torch.where(failed[..., None, None] > 0, 10 * damp, damp)
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
         """Return V = (B + damp prior) (C + damp I)^-1 for the covariance C, (G, o, f).
+
+        Kernels of R ridges give R such weights, (R, G, o, f).
 
         With `zero_sum` u, V is projected so that V u = 0.
 
@@ -247,7 +285,7 @@ class Kernel:
             prior: The weights towards which V shrinks, (G, o, f).
             zero_sum: The vector u (G, f). None asks for nothing.
         """
-        weight = torch.cholesky_solve((cross + self.damp * prior).mT, self.factor).mT
+        weight = torch.cholesky_solve(torch.addcmul(cross, self.damp, prior).mT, self.factor).mT
         if zero_sum is not None:
             u = zero_sum[:, :, None]
             # The second projection removes the rounding error of the first.
@@ -290,8 +328,7 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> F
     total = folds.total()
     covariance, cross, _ = total.covariances()
     weight = Kernel.of(covariance, ridge).weights(cross, prior, zero_sum=zero_sum)
-    _, target_mean = total.means()
-    return Fit(weight, _bias(weight, total, target_mean), ridge)
+    return Fit(weight, _bias(weight, *total.means(), biased=total.biased), ridge)
 
 
 def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
@@ -313,44 +350,50 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
     judged = slice(None, None, max(prior.shape[1] // _JUDGED, 1))
     covariance, cross, _ = fitted.covariances()
     other_covariance, other_cross, other_variance = other.covariances()
-    _, fitted_mean = fitted.means()
-    _, other_mean = other.means()
+    fitted_means = fitted.means()
+    other_means = other.means()
+    apart = [theirs - ours for theirs, ours in zip(other_means, fitted_means, strict=True)]
 
-    best = RIDGES[0]
-    least = float("inf")
-    for ridge in RIDGES:
+    def errors(ridges: Sequence[float]) -> list[float]:
+        """Return the squared error on the second half of the weights of each ridge."""
+        ridge = torch.tensor(ridges, dtype=prior.dtype).to(prior.device).view(-1, 1, 1, 1)
         weight = Kernel.of(covariance, ridge).weights(
             cross[:, judged], prior[:, judged], zero_sum=zero_sum
         )
 
         # E |y - b - V x|^2 on the second half is V C V' - 2 V B' + Var[y], plus the squared error
-        # of the mean output.
-        fitted_bias = _bias(weight, fitted, fitted_mean[:, judged])
-        offset = _bias(weight, other, other_mean[:, judged]) - fitted_bias
-        own_term = ((weight @ other_covariance) * weight).sum(2)
-        cross_term = (weight * other_cross[:, judged]).sum(2)
-        square = own_term - 2 * cross_term
-        error = float((square + other_variance[:, judged] + offset.square()).sum())
-        if error >= least:
-            break
+        # of the mean output, by which the biases of both halves are apart.
+        offset = _bias(weight, apart[0], apart[1][:, judged], biased=fitted.biased)
+        pulled = weight @ other_covariance - 2 * other_cross[:, judged]
+        constant = other_variance[:, judged].sum()
+        square: Tensor = (pulled * weight).sum((1, 2, 3)) + offset.square().sum((1, 2)) + constant
+        return square.tolist()
 
-        best = ridge
-        least = error
+    together = len(RIDGES) if prior.shape[2] <= _NARROW else 1
+    best = RIDGES[0]
+    least = float("inf")
+    for start in range(0, len(RIDGES), together):
+        ridges = RIDGES[start : start + together]
+        for ridge, error in zip(ridges, errors(ridges), strict=True):
+            if error >= least:
+                return best
+
+            best = ridge
+            least = error
 
     return best
 
 
-def _bias(weight: Tensor, moments: Moments, target_mean: Tensor) -> Tensor:
-    """Return the bias (G, o) that makes the mean output the mean target.
-
-    A map without a bias gets 0.
+def _bias(weight: Tensor, input_mean: Tensor, target_mean: Tensor, *, biased: bool) -> Tensor:
+    """Return the bias (..., G, o) that makes the mean output the mean target.
 
     Args:
-        weight: The weight (G, o, f) of the map.
-        moments: The moments of inputs and outputs.
+        weight: The weight (..., G, o, f) of the map.
+        input_mean: The mean input, (G, f).
         target_mean: The mean target, (G, o).
+        biased: Whether the map has a bias. Without one, the bias is 0.
     """
-    bias = target_mean - (weight @ moments.means()[0][:, :, None])[..., 0]
-    if moments.biased:
+    bias = target_mean - (weight @ input_mean[:, :, None])[..., 0]
+    if biased:
         return bias
     return torch.zeros_like(bias)

@@ -193,7 +193,7 @@ class Lockstep:
         ]
         advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
 
-        finite: list[Tensor] = []
+        extremes: list[Tensor] = []
         for i, stored in enumerate(self.batches):
             batch = [_loaded(values, self.device) for values in stored]
             if not advances:
@@ -211,7 +211,7 @@ class Lockstep:
                 raise misfit(error, what, self.first) from None
 
             for values, before in zip(batch, stored, strict=True):
-                finite += _finite(values[name] for name in values.keys() - before.keys())
+                extremes += _extremes(values[name] for name in values.keys() - before.keys())
             yield batch
 
             if advances:
@@ -220,7 +220,7 @@ class Lockstep:
                 ]
 
         # Reading an answer waits for the device, so all batches are asked at once.
-        if finite and not bool(torch.stack(finite).all()):
+        if extremes and not bool(torch.stack(extremes).isfinite().all()):
             raise VerificationError(
                 "the network gives values that are not finite on the calibration images"
             )
@@ -231,6 +231,8 @@ class Lockstep:
 
 def _stored(values: Values, before: Values) -> Values:
     """Return values as they are stored: new large tensors move into mapped files.
+
+    On a GPU with memory to spare they stay where they are.
 
     Args:
         values: The values at a stop.
@@ -245,8 +247,21 @@ def _stored(values: Values, before: Values) -> Values:
         stored[name] = before.get(name, value)
         large = isinstance(value, Tensor) and value.nbytes >= LARGE and value.is_contiguous()
         if large and name not in before and sharing[value.untyped_storage().data_ptr()] == 1:
-            stored[name] = _mapped(value)
+            stored[name] = value if _device_holds(value) else _mapped(value)
     return stored
+
+
+def _device_holds(value: Tensor) -> bool:
+    """Whether a tensor is on a GPU of whose memory at least half is free.
+
+    There it may stay: the way to the host and back takes longer than what is computed from it.
+    """
+    if value.device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(value.device)
+    # torch keeps memory that no tensor uses.
+    unused = torch.cuda.memory_reserved(value.device) - torch.cuda.memory_allocated(value.device)
+    return 2 * (free + unused) >= total
 
 
 def _mapped(value: Tensor) -> Tensor:
@@ -275,9 +290,11 @@ def _loaded(values: Values, device: torch.device) -> Values:
     return loaded
 
 
-def _finite(values: Iterable[object]) -> Iterator[Tensor]:
-    """Yield whether each floating-point tensor is finite throughout: a bool () on its device."""
+def _extremes(values: Iterable[object]) -> Iterator[Tensor]:
+    """Yield the least and the largest value of each floating-point tensor.
+
+    Both are finite if and only if the whole tensor is, as NaN counts as least and as largest.
+    """
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            least, most = value.aminmax()
-            yield least.isfinite() & most.isfinite()
+            yield from value.aminmax()

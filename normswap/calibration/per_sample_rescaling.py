@@ -170,37 +170,41 @@ class NormInputs:
         # ratios between channels matter.
         scale, _ = site_of(norm).scale_and_shift
         _, variance = site_of(norm).input_moments
-        effect = scale.square()
-        effect = effect / effect.max().clamp_min(1e-30)
+        on_cpu = torch.stack([scale, variance.to(scale)]).detach().cpu().double()
+        scales, variances = on_cpu.numpy().reshape(2, groups, -1)
+        effect = scales**2
+        effect = effect / max(effect.max(), 1e-30)
 
         # Take the moments about the mean over all images.
-        centre = means.mean(0)
-        apart = means - centre
+        all_means: Numbers = means.double().numpy()
+        all_squares: Numbers = squares.double().numpy()
+        centre = all_means.mean(0)
+        apart = all_means - centre
         # A mean square is no smaller than the squared mean. Rounding can make it smaller in a
         # constant channel, whose mean would then outweigh all others.
-        squares = (squares - 2 * centre * means + centre.square()).maximum(apart.square())
+        about_centre = np.maximum(all_squares - 2 * centre * all_means + centre**2, apart**2)
 
         # Part the channels into groups, and scale each to its running variance.
-        centred, squares = (
-            value.unflatten(1, (groups, -1)).transpose(0, 1) for value in (apart, squares)
-        )
-        effect, var = torch.stack([effect, variance.to(effect)]).cpu().view(2, groups, -1)
-        ratio = (var / squares.mean(1).clamp_min(1e-30)).sqrt()[:, None]
+        by_group = (len(apart), groups, -1)
+        centred = apart.reshape(by_group).swapaxes(0, 1)
+        energy = about_centre.reshape(by_group).swapaxes(0, 1)
+        ratio = np.sqrt(variances / np.maximum(energy.mean(1), 1e-30))[:, None]
         centred = centred * ratio
-        squares = squares * ratio.square()
+        energy = energy * ratio**2
 
         # The result's eps, in units of the mean variance of all groups, for each group.
-        mean_var = var.mean(1, keepdim=True)
-        own_eps = (eps * mean_var / mean_var.mean().clamp_min(1e-30)).clamp_min(site_of(norm).eps)
+        mean_var = variances.mean(1, keepdims=True)
+        share = mean_var / max(mean_var.mean(), 1e-30)
+        own_eps = np.maximum(eps * share, site_of(norm).eps)
 
         # A group of constant channels gets the variance 1.
         constant = mean_var <= 1e-30
-        centred = torch.where(constant[:, None], 0.0, centred)
-        squares = torch.where(constant[:, None], 1.0, squares)
-        var = torch.where(constant, 1.0, var)
+        centred = np.where(constant[:, None], 0.0, centred)
+        energy = np.where(constant[:, None], 1.0, energy)
+        var = np.where(constant, 1.0, variances)
 
-        values = (centred, squares, var, effect, own_eps)
-        return cls(*(value.float().contiguous() for value in values))
+        values = (centred, energy, var, effect, own_eps)
+        return cls(*(torch.from_numpy(value.astype(np.float32, order="C")) for value in values))
 
     @classmethod
     def joined(cls, inputs: Iterable[NormInputs]) -> NormInputs:
@@ -228,8 +232,7 @@ class NormInputs:
         scale = self._with_mean_variance(self._by_cost())
         x = self.means * scale[:, None] / self.means.shape[1] ** 0.5
         signs = np.stack([least_sum(group.T @ group) for group in x.double().numpy()])
-        with torch.inference_mode(False), torch.enable_grad():
-            return self.descended(scale * torch.from_numpy(signs).float()).flatten().double()
+        return self.descended(scale * torch.from_numpy(signs).float()).flatten().double()
 
     def _by_cost(self) -> Tensor:
         """Return scales (G, c) that give each channel the best deviation if it is independent.
@@ -246,21 +249,35 @@ class NormInputs:
         return scale * (self.var.mean(1, keepdim=True) / variance).sqrt()
 
     def descended(self, scale: Tensor) -> Tensor:
-        """Return the scales (G, c) to which gradient descent on the loss leads. Signs stay."""
-        # The copy's tensors can be saved for the gradient. Those of inference mode cannot.
-        inputs = NormInputs.joined([self])
-        log = torch.zeros_like(scale, requires_grad=True)
-        optimizer = torch.optim.Adam([log], lr=RATE)
+        """Return the scales (G, c) to which Adam's descent on the loss leads. Signs stay.
 
-        unit = inputs.loss(inputs._with_mean_variance(scale)).detach().clamp_min(1e-30)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            (inputs.loss(inputs._with_mean_variance(scale * log.exp())) / unit).sum().backward()
-            optimizer.step()
-            with torch.no_grad():
-                log.clamp_(-FARTHEST, FARTHEST)
+        The steps are NumPy's: they are many, and small, and run on the CPU whatever the network's
+        device is.
+        """
+        unit = self.loss(self._with_mean_variance(scale)).clamp_min(1e-30).double().numpy()
+        descent = _Descent(
+            means=self.means.double().numpy(),
+            squares=self.squares.double().numpy(),
+            var=self.var.double().numpy(),
+            effect=self.effect.double().numpy(),
+            eps=self.eps.double().numpy(),
+            chance=self.means.double().var(1).numpy(),
+        )
 
-        return inputs._with_mean_variance(scale * log.detach().exp())
+        start = scale.double().numpy()
+        log = np.zeros_like(start)
+        mean = np.zeros_like(log)
+        square = np.zeros_like(log)
+        for step in range(1, STEPS + 1):
+            gradient = descent.gradient(start * np.exp(log)) / unit[:, None]
+
+            # One step of Adam (Kingma & Ba 2015), with the usual rates of its two averages.
+            mean += 0.1 * (gradient - mean)
+            square += 0.001 * (gradient**2 - square)
+            deviation = np.sqrt(square / (1 - 0.999**step)) + 1e-8
+            log = np.clip(log - RATE * mean / (1 - 0.9**step) / deviation, -FARTHEST, FARTHEST)
+
+        return self._with_mean_variance(scale * torch.from_numpy(np.exp(log)).to(scale))
 
     def loss(self, scale: Tensor) -> Tensor:
         """Return what each group loses by taking its statistics from each image, (G,).
@@ -297,6 +314,95 @@ class NormInputs:
         independent = self.means.var(1) * scale.square()
         mean_variance = independent.sum(1) / channels**2
         return cost.mean(1) + CHANCE * shift_cost.sum(1) * mean_variance
+
+
+@dataclass(frozen=True)
+class _Descent:
+    """The gradient of `NormInputs.loss`, in NumPy.
+
+    Args:
+        means: `NormInputs.means`, (G, N, c).
+        squares: `NormInputs.squares`, (G, N, c).
+        var: `NormInputs.var`, (G, c).
+        effect: `NormInputs.effect`, (G, c).
+        eps: `NormInputs.eps`, (G, 1).
+        chance: The variance of the means over the images, (G, c).
+    """
+
+    means: Numbers
+    squares: Numbers
+    var: Numbers
+    effect: Numbers
+    eps: Numbers
+    chance: Numbers
+
+    def gradient(self, scale: Numbers) -> Numbers:
+        """Return the derivative of each group's loss by the logarithms of its scales, (G, c).
+
+        The loss is that of `NormInputs._with_mean_variance`: if one scale grows, all scales of its
+        group are divided by a factor that keeps the group's mean variance.
+
+        Args:
+            scale: The scales before that factor, (G, c).
+        """
+        part = self.var * scale**2
+        total = np.maximum(part.sum(1, keepdims=True), 1e-30)
+        part = part / total
+        by_scale = self._by_log_scale(scale * np.sqrt(self.var.sum(1, keepdims=True) / total))
+        gradient: Numbers = by_scale - by_scale.sum(1, keepdims=True) * part
+        return gradient
+
+    def _by_log_scale(self, scale: Numbers) -> Numbers:
+        """Return the derivative of `NormInputs.loss` by the logarithm of each scale, (G, c).
+
+        The names are those of `NormInputs.loss`. A name that begins with `by_` is the derivative of
+        the mean cost over images by the value that follows.
+        """
+        images, channels = self.means.shape[1:]
+        inverse = self.effect / scale
+
+        # The loss, up to the cost.
+        mean, cross = np.moveaxis(self.means @ np.stack([scale / channels, inverse], 2), 2, 0)
+        energy, square = np.moveaxis(self.squares @ np.stack([scale**2, self.effect], 2), 2, 0)
+        var = energy / channels - mean**2
+        positive = var > 0
+        var = np.where(positive, var, 0.0)
+        mean_var = var.mean(1, keepdims=True) + self.eps
+        ratio = np.sqrt(mean_var / (var + self.eps))
+        off = ratio - 1
+        shift_cost = inverse / scale
+        total_shift = shift_cost.sum(1, keepdims=True)
+
+        # The cost is off^2 square - 2 off ratio mean cross + (ratio mean)^2 total_shift.
+        by_ratio = (
+            2 * off * square
+            - 2 * (2 * ratio - 1) * mean * cross
+            + 2 * ratio * mean**2 * total_shift
+        ) / images
+        by_cross = -2 * off * ratio * mean / images
+        by_total_shift = (ratio**2 * mean**2).mean(1, keepdims=True)
+
+        # The ratio depends on each image's variance, and on the mean variance of all images.
+        pull = by_ratio * ratio / 2
+        by_var = pull.sum(1, keepdims=True) / mean_var / images - pull / (var + self.eps)
+        by_var = np.where(positive, by_var, 0.0)
+        by_mean = 2 * ratio * (ratio * mean * total_shift - off * cross) / images
+        by_mean = by_mean - 2 * mean * by_var
+
+        # The mean of independent channels varies by chance.
+        independent = self.chance * scale**2 * CHANCE / channels**2
+        by_total_shift = by_total_shift + independent.sum(1, keepdims=True)
+
+        by_means = np.stack([by_mean, by_cross], 1) @ self.means
+        by_energy = (by_var[:, None] / channels @ self.squares)[:, 0]
+        gradient: Numbers = (
+            by_means[:, 0] * scale / channels
+            - by_means[:, 1] * inverse
+            + 2 * by_energy * scale**2
+            - 2 * shift_cost * by_total_shift
+            + 2 * total_shift * independent
+        )
+        return gradient
 
 
 def least_sum(quadratic: Numbers) -> Numbers:

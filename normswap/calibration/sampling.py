@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -53,7 +55,7 @@ def patches(
 
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
-    read = _read(layer, x, torch.unravel_index(places, sides))
+    read = _read(layer, x, np.unravel_index(places.numpy(), tuple(sides)))
     targets = y.flatten(2)[:, :, places.to(y.device)]
 
     # Part the channels into groups: (N, C, p, taps) becomes (N, G, p, f), and (N, O, p) becomes
@@ -76,7 +78,7 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
     return flat.double().transpose(0, 1).flatten(1)
 
 
-def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Tensor:
+def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.int64]]) -> Tensor:
     """Return the inputs of a convolution at some positions of its output, (N, C, p, taps).
 
     No padded copy is made: positions in the padding are multiplied by 0.
@@ -84,27 +86,28 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[Tensor]) -> Ten
     Args:
         conv: The convolution.
         x: The input, (N, C, ...).
-        at: The indices of the positions along each side, on the CPU.
+        at: The indices of the positions along each side.
     """
     maps, padding = own_forwards.input_and_padding(conv, x)
     sides = maps.shape[2:]
 
     # Dimension by dimension, find each tap's index in the flattened map, and whether it is inside.
-    flat = torch.zeros(1, dtype=torch.long)
-    inside = torch.ones(1, dtype=torch.bool)
+    flat = np.zeros(1, dtype=np.int64)
+    inside = np.ones(1, dtype=np.bool_)
     for side, positions in enumerate(at):
-        tap = torch.arange(conv.kernel_size[side]) * conv.dilation[side]
+        tap = np.arange(conv.kernel_size[side]) * conv.dilation[side]
         padding_before, _ = padding[side]
-        index = positions.view(-1, *(1,) * len(at)) * conv.stride[side] - padding_before
-        index = index + tap.view(-1, *(1,) * (len(at) - 1 - side))
+        index = positions.reshape(-1, *(1,) * len(at)) * conv.stride[side] - padding_before
+        index = index + tap.reshape(-1, *(1,) * (len(at) - 1 - side))
         inside = inside & (index >= 0) & (index < sides[side])
-        flat = flat * sides[side] + index.clamp(0, sides[side] - 1)
+        flat = flat * sides[side] + index.clip(0, sides[side] - 1)
 
-    read = maps.flatten(2)[:, :, flat.flatten(1).to(maps.device)]
-    if bool(inside.all()):
+    by_position = (len(at[0]), -1)
+    read = maps.flatten(2)[:, :, torch.from_numpy(flat.reshape(by_position)).to(maps.device)]
+    if inside.all():
         return read
 
-    return read * inside.flatten(1).to(read)
+    return read * torch.from_numpy(inside.reshape(by_position)).to(read)
 
 
 def draw(size: int, count: int, generator: torch.Generator) -> Tensor:

@@ -466,15 +466,17 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
         fitted: Its fitted tensors, by name.
         share: The share of the fit. Tensors of integers are the fitted ones unless it is 0.
     """
-    for name, tensor in copying.tensors(model).items():
-        if share in (0, 1) or not tensor.is_floating_point():
-            tensor.copy_(fitted[name] if share else before[name])
-            continue
+    tensors = copying.tensors(model)
+    values = dict(fitted if share else before)
+    if share not in (0, 1):
+        floats = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
+        pairs = [before[name] for name in floats], [fitted[name] for name in floats]
+        for name, mixed in zip(floats, torch._foreach_lerp(*pairs, share), strict=True):
+            # Interpolating between equal infinities gives NaN, so equal values are kept.
+            unchanged = before[name] == fitted[name]
+            values[name] = torch.where(unchanged, before[name], mixed)
 
-        # Interpolating between equal infinities gives NaN, so equal values are kept.
-        mixed = torch.lerp(before[name], fitted[name], share)
-        unchanged = before[name] == fitted[name]
-        tensor.copy_(torch.where(unchanged, before[name], mixed))
+    torch._foreach_copy_(list(tensors.values()), [values[name] for name in tensors])
 
 
 def _loss(expected: Values, result: nn.Module, example: Example) -> float:

@@ -10,10 +10,10 @@ Mumford & Huang 2001; Baradad et al. 2021, arXiv:2106.05963). They have edges an
 the spectrum of natural images, and need no network.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class SyntheticImages:
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._batches)
 
-    @cached_property
+    @functools.cached_property
     def _batches(self) -> list[Tensor]:
         return self.make()
 
@@ -198,6 +198,13 @@ def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
         size: The size of an image, (C, H, W).
         seed: The seed of the random numbers.
     """
+    # The caller may write into its images.
+    return _drawn_leaves(count, tuple(size), seed).clone()
+
+
+@functools.lru_cache(maxsize=4)
+def _drawn_leaves(count: int, size: tuple[int, ...], seed: int) -> Tensor:
+    """Return the images of `leaves`. A second conversion of the process need not draw them anew."""
     generator = torch.Generator().manual_seed(seed)
     channels, *sides = size
     # The shape of one number per image, which broadcasts to the images.

@@ -96,6 +96,31 @@ def test_the_loss_is_what_a_groupnorm_gets_wrong(
 
 
 @pytest.mark.parametrize("eps", [EPS, 1.0, 100.0])
+def test_the_descents_gradient_is_autograds_of_the_loss(eps: float) -> None:
+    """In float64; scales of both signs, whose group has another mean variance than the channels."""
+    place = site(maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64), eps)
+    parts = (place.means, place.squares, place.var, place.effect, place.eps)
+    precise = NormInputs(*(part.double() for part in parts))
+    signs = torch.tensor([1.0, -1.0, 1.0]).double().repeat(GROUPS, CHANNELS // GROUPS // 3)
+    scale = signs * torch.linspace(0.3, 2.0, CHANNELS, dtype=torch.float64).view(GROUPS, -1)
+
+    log = torch.zeros_like(scale, requires_grad=True)
+    precise.loss(precise._with_mean_variance(scale * log.exp())).sum().backward()
+
+    descent = per_sample_rescaling._Descent(
+        means=precise.means.numpy(),
+        squares=precise.squares.numpy(),
+        var=precise.var.numpy(),
+        effect=precise.effect.numpy(),
+        eps=precise.eps.numpy(),
+        chance=precise.means.var(1).numpy(),
+    )
+    found = torch.from_numpy(descent.gradient(scale.numpy()))
+    assert log.grad is not None
+    assert torch.allclose(found, log.grad, rtol=1e-9, atol=1e-12 * float(log.grad.abs().max()))
+
+
+@pytest.mark.parametrize("eps", [EPS, 1.0, 100.0])
 def test_the_rescaling_costs_less_than_its_parts_and_than_its_neighbours(eps: float) -> None:
     """A group's mean variance stays."""
     x = maps()
