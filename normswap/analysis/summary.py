@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.inspection import Anatomy, Block, Norm
+from normswap.layers.per_sample import group_moments
 from normswap.plan import Body, Step
 from normswap.proof.verdict import Report
 from normswap.sites.own_layer import scales_branch
@@ -100,6 +101,7 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
     if not site.is_affine_norm:
         refused = refused or site.refusal
     outcome = folding.outcomes.get(norm.path)
+    constant = constant_share(norm, anatomy)
     return {
         "path": norm.path,
         "class": norm.kind,
@@ -108,9 +110,46 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         "block": norm.block,
         "mean": _range(mean),
         "std": _range(std),
+        "constant": constant,
+        "removed": None if constant is None else 1 - constant,
         "folding": outcome and str(outcome),
         "refused": refused,
     }
+
+
+def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
+    """Return which share of variance + eps is eps in a GroupNorm that replaced a BatchNorm.
+
+    The variance is that of a sample with the BatchNorm's running statistics, within a group,
+    averaged over the groups. If the deviation of such a sample grows by 1 %, the deviation of the
+    norm's output grows by this share of 1 %. The norm removes the rest.
+
+    Args:
+        norm: The norm. The answer is None unless it is a GroupNorm in the place of a BatchNorm.
+        anatomy: The recorded network, with the statistics of the norms that were replaced.
+    """
+    module = norm.site.module
+    original = anatomy.original_path(norm.path)
+    record = anatomy.provenance
+    mean, var = (record.norms.get(f"{original}.running_{name}") for name in ("mean", "var"))
+    if not isinstance(module, nn.GroupNorm) or mean is None or var is None:
+        return None
+
+    # A norm with an eps of its own reads channels of mean 0, in groups of one variance.
+    levels = any(_has_own_eps(step, original) for step in record.plan.steps)
+    variance = var.double().mean()
+    if not levels:
+        _, group_variances = group_moments(mean.double(), var.double(), module.num_groups)
+        variance = group_variances.mean()
+    return module.eps / (module.eps + float(variance))
+
+
+def _has_own_eps(step: Step, path: str) -> bool:
+    """Whether a step placed a GroupNorm at a path with another eps than its BatchNorm had."""
+    return any(
+        edit.path == path and edit.layer == "GroupNorm" and "eps" in edit.args
+        for edit in step.edits
+    )
 
 
 def _range(values: Tensor | None) -> list[float] | None:

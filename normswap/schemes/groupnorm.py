@@ -129,7 +129,9 @@ def plan(
             " constant"
         )
         builder.notes.append(
-            f"{what}; `{spelled('relative_eps', 0)}` is the plain norm, which keeps less"
+            f"{what}, and {1 - share:.0%} of a small difference between the deviations of samples"
+            f" is removed; `{spelled('relative_eps', 0)}` is the plain norm, which removes all of"
+            " it and keeps less"
         )
 
     return builder

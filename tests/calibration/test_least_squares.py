@@ -412,6 +412,7 @@ def test_groups_are_explained_or_refused() -> None:
         in builder.notes
     )
     assert "9 times the mean variance, so 90% of variance + eps is constant" in builder.notes[-1]
+    assert "10% of a small difference between the deviations of samples" in builder.notes[-1]
 
     _, builder = conversion.plan_step(inspection.inspect(model), "groupnorm", relative_eps=0)
     assert not any("eps" in note for note in builder.notes)

@@ -17,13 +17,25 @@ KEYS = (
 )
 EXAMPLES = ("inspect demo", "inspect mine.pth --arch resnet18 --num-classes 10")
 _BLOCKS = ("blocks", "x", "skip", "order", "norms", "last", "gate", "drop path", "alpha")
-_NORM_COLUMNS = ("path", "class", "channels", "role", "beta", "|gamma|", "folding")
+_NORM_COLUMNS = (
+    "path",
+    "class",
+    "channels",
+    "role",
+    "beta",
+    "|gamma|",
+    "eps",
+    "removes",
+    "folding",
+)
 
 
 def run(model: ModelOfAnyKind, *, opening: Opening, json: Json = False) -> int:
     """Show the residual blocks and norms of a network.
 
-    For every norm, what folding would do with it, or why it cannot be folded.
+    For every norm, what folding would do with it, or why it cannot be folded. For a GroupNorm in
+    the place of a BatchNorm, which share of variance + eps is eps, and which share of a small
+    difference in a sample's deviation it removes.
     """
     with working("inspecting"):
         file = exported_file(model)
@@ -47,7 +59,7 @@ def _print(body: Body) -> None:
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))
     if body["sites"]:
-        right = ("channels", "beta", "|gamma|")
+        right = ("channels", "beta", "|gamma|", "eps", "removes")
         table("Norms", _NORM_COLUMNS, _norm_rows(body["sites"]), right=right)
     if body["refusals"]:
         refused = [(refusal["path"], refusal["reason"]) for refusal in body["refusals"]]
@@ -89,5 +101,11 @@ def _norm_rows(norms: Sequence[Body]) -> Iterator[Sequence[object]]:
             norm["role"],
             span(norm["mean"]),
             span(norm["std"]),
+            *(_percent(norm[share]) for share in ("constant", "removed")),
             folding,
         )
+
+
+def _percent(share: float | None) -> str:
+    """Return a share as a percentage, or nothing where there is none."""
+    return "" if share is None else f"{share:.0%}"
