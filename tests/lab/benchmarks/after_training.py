@@ -103,7 +103,9 @@ WAYS: dict[str, Way] = {
     "`tune`": Way("tune"),
 }
 TO_PLAIN: dict[str, Way] = {
-    "`groupnorm --relative-eps 0.00001`": Way("groupnorm", {"relative_eps": 1e-5}, tasks=TAUGHT),
+    "`groupnorm --relative-eps 0.00001`": Way(
+        "groupnorm", {"relative_eps": 1e-5}, tasks=(*TAUGHT, "policy")
+    ),
     "`groupnorm`, plain at once": Way("groupnorm", plain_after=0.0, tasks=TAUGHT),
     "`groupnorm`, plain after a half": Way("groupnorm", plain_after=0.5, tasks=TAUGHT),
     "`groupnorm`, plain after nine tenths": Way("groupnorm", plain_after=0.9, tasks=TAUGHT),

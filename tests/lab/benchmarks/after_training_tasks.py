@@ -269,7 +269,7 @@ TASKS: dict[str, Task] = {
         rates=(0.0001, 0.0003, 0.001, 0.003, 0.01),
         clips=(0.0, 1.0),
         optimizer="adamw",
-        seeds=tuple(range(8)),
+        seeds=tuple(range(20)),
     ),
     "private": Task(
         "blurred CIFAR-10, privately: epsilon 3, 500 images an update, 2 epochs of 3,000",

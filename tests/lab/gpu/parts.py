@@ -22,6 +22,7 @@ from kept import markdown_head
 from safetensors.torch import load_file
 from support import small_trainings
 from support.lived_in_networks import distance
+from timm.layers import GroupNorm, is_fast_norm, set_fast_norm
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 
@@ -274,7 +275,15 @@ def calibration(machine: Machine) -> Iterator[str]:
     with torch.inference_mode():
         forward = machine.seconds(lambda: model(images))
     what = f"{machine.network}, {len(images)} images of {machine.side} pixels, float32"
-    columns = ("scheme", "not fitted, s", "fitted, s", "fitting, in forward passes")
+    columns = (
+        "scheme",
+        "not fitted, s",
+        "fitted, s",
+        "fitting, in forward passes",
+        "launches",
+        "copies from or to the host",
+        "waits",
+    )
     yield machine.heading(
         "Fitting to images", f"{what}; a forward pass: {forward:.4f} s.", *columns
     )
@@ -288,9 +297,29 @@ def calibration(machine: Machine) -> Iterator[str]:
             normswap.convert(model, name, input_size=size, **options)
             machine.wait()
             taken.append(time.perf_counter() - start)
-        yield (
-            f"| {name} | {taken[0]:.2f} | {taken[1]:.2f} | {(taken[1] - taken[0]) / forward:.0f} |"
+        events = profiled(
+            lambda name=name: normswap.convert(
+                model, name, input_size=size, calibrate=list(images.split(50))
+            ),
+            machine,
         )
+        counts = [
+            sum(word in event for event in events)
+            for word in ("LaunchKernel", "cudaMemcpyAsync", "StreamSynchronize")
+        ]
+        passes = (taken[1] - taken[0]) / forward
+        yield (
+            f"| {name} | {taken[0]:.2f} | {taken[1]:.2f} | {passes:.0f} |"
+            f" {' | '.join(map(str, counts))} |"
+        )
+
+
+def profiled(run: Callable[[], object], machine: Machine) -> list[str]:
+    """The names of all events of torch's profiler in a call."""
+    with torch.profiler.profile() as profile:
+        run()
+        machine.wait()
+    return [event.name for event in profile.events()]
 
 
 def clipping(machine: Machine) -> Iterator[str]:
@@ -311,10 +340,7 @@ def clipping(machine: Machine) -> Iterator[str]:
 
     for name, run in ways.items():
         run()
-        with torch.profiler.profile() as profile:
-            run()
-            machine.wait()
-        launches = sum("LaunchKernel" in event.name for event in profile.events())
+        launches = sum("LaunchKernel" in event for event in profiled(run, machine))
         yield f"| {name} | {launches} | {1e3 * machine.seconds(run):.2f} |"
 
 
@@ -369,17 +395,37 @@ def converted(source: nn.Module, name: str, machine: Machine) -> nn.Module:
     ).model
 
 
-def images_per_second(model: nn.Module, machine: Machine, *, trains: bool, compiled: bool) -> float:
-    model = copy.deepcopy(model).to(memory_format=torch.channels_last).train(trains)
+def images_per_second(
+    model: nn.Module,
+    machine: Machine,
+    *,
+    trains: bool,
+    compiled: bool | str = False,
+    autocast: bool = True,
+    layout: torch.memory_format = torch.channels_last,
+) -> float:
+    """How many images a network infers, or trains on, in a second.
+
+    Args:
+        model: the network, which is copied.
+        machine: where it runs.
+        trains: forward, backward and update, instead of forward.
+        compiled: by torch.compile, in this mode where one is named.
+        autocast: whether the network is in float32, under bf16 autocast; else it is in bf16.
+        layout: of the maps.
+    """
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model = copy.deepcopy(model).to(dtype=dtype, memory_format=layout).train(trains)
     images = torch.randn(machine.batch, 3, machine.side, machine.side, device=machine.device)
-    images = images.to(memory_format=torch.channels_last)
+    images = images.to(dtype=dtype, memory_format=layout)
     labels = torch.zeros(machine.batch, dtype=torch.long, device=machine.device)
-    run: Callable[..., Tensor] = torch.compile(model) if compiled else model
+    mode = compiled if isinstance(compiled, str) else None
+    run: Callable[..., Tensor] = torch.compile(model, mode=mode) if compiled else model
     if machine.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
     def infer() -> None:
-        with torch.no_grad(), torch.autocast(machine.device, torch.bfloat16):
+        with torch.no_grad(), torch.autocast(machine.device, torch.bfloat16, enabled=autocast):
             run(images)
 
     if not trains:
@@ -389,7 +435,7 @@ def images_per_second(model: nn.Module, machine: Machine, *, trains: bool, compi
     )
 
     def update() -> None:
-        with torch.autocast(machine.device, torch.bfloat16):
+        with torch.autocast(machine.device, torch.bfloat16, enabled=autocast):
             loss = nn.functional.cross_entropy(run(images), labels)
         loss.backward()
         optimizer.step()
@@ -398,7 +444,123 @@ def images_per_second(model: nn.Module, machine: Machine, *, trains: bool, compi
     return machine.batch / machine.seconds(update)
 
 
-PARTS = {part.__name__: part for part in (schemes, training, calibration, clipping, speed)}
+def group_norms(machine: Machine) -> Iterator[str]:
+    """GroupNorm in place of every BatchNorm, by class, layout and compiler."""
+    source = lived_in(machine)
+    with_norms = converted(source, "groupnorm", machine)
+    networks = {
+        "BatchNorm": source,
+        "torch's GroupNorm": with_norms,
+        "timm's GroupNorm": timms(with_norms, fast=False),
+        "timm's GroupNorm, fast": timms(with_norms, fast=True),
+    }
+    yield machine.heading(
+        "GroupNorm by class",
+        f"{machine.network}, batches of {machine.batch} images of {machine.side} pixels, bf16"
+        " autocast; `set_fast_norm` makes timm's class compute in autocast's dtype, where torch's"
+        " computes in float32. Ratios are to BatchNorm in the same row's layout and compiler; how"
+        " far the answers are from torch's class, relative L2 under autocast.",
+        "norms",
+        "layout",
+        "compiled",
+        "inference, images/s",
+        "to BatchNorm",
+        "training, images/s",
+        "to BatchNorm",
+        "answers apart",
+    )
+
+    images = torch.randn(8, 3, machine.side, machine.side, device=machine.device)
+    with torch.no_grad(), torch.autocast(machine.device, torch.bfloat16):
+        expected = with_norms(images).double()
+        apart = {
+            name: distance(expected, network(images).double()) for name, network in networks.items()
+        }
+
+    layouts = {"NCHW": torch.contiguous_format, "channels last": torch.channels_last}
+    compiles = (False, True) if machine.device == "cuda" else (False,)
+    for is_compiled, (layout_name, layout) in itertools.product(compiles, layouts.items()):
+        base: dict[bool, float] = {}
+        for name, network in networks.items():
+            figures = []
+            for trains in (False, True):
+                rate = images_per_second(
+                    network, machine, trains=trains, compiled=is_compiled, layout=layout
+                )
+                first = base.setdefault(trains, rate)
+                figures += [f"{rate:.0f}", f"{rate / first:.2f}"]
+
+            far = "" if name == "BatchNorm" else f"{apart[name]:.1e}"
+            yield (
+                f"| {name} | {layout_name} | {'yes' if is_compiled else ''} |"
+                f" {' | '.join(figures)} | {far} |"
+            )
+
+
+def timms(model: nn.Module, *, fast: bool) -> nn.Module:
+    """A copy of a network with timm's class in place of torch's GroupNorm."""
+    model = copy.deepcopy(model)
+    before = is_fast_norm()
+    set_fast_norm(fast)
+    for path, norm in [*model.named_modules()]:
+        if type(norm) is nn.GroupNorm:
+            new = GroupNorm(norm.num_channels, norm.num_groups, eps=norm.eps)
+            new.load_state_dict(norm.state_dict())
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, new.to(norm.weight).eval())
+    set_fast_norm(before)
+    return model
+
+
+def exact_speed(machine: Machine) -> Iterator[str]:
+    """What keeps the function, beside BatchNorm, in every way that people run networks."""
+    source = lived_in(machine)
+    networks = {
+        name: converted(source, name, machine)
+        for name in ("batchnorm", "folded", "skipinit", "frozen-bn")
+    }
+    yield machine.heading(
+        "Speed of exact results",
+        f"{machine.network}, batches of {machine.batch} images of {machine.side} pixels, channels"
+        " last. Weights in float32 under bf16 autocast, or in bf16; `reduce-overhead` uses CUDA"
+        " graphs.",
+        "scheme",
+        "weights",
+        "compiled",
+        "inference, images/s",
+        "to BatchNorm",
+        "training, images/s",
+        "to BatchNorm",
+    )
+
+    # Compiling takes a minute for each, on the CPU too.
+    modes: list[bool | str] = [False]
+    if machine.device == "cuda":
+        modes += [True, "reduce-overhead", "max-autotune"]
+    for mode, autocast in itertools.product(modes, (True, False)):
+        base: dict[bool, float] = {}
+        for name, network in networks.items():
+            figures = []
+            for trains in (False, True):
+                # A folded network does not train, and compiling backward takes longest.
+                if trains and (name == "folded" or mode):
+                    figures += ["", ""]
+                    continue
+                rate = images_per_second(
+                    network, machine, trains=trains, compiled=mode, autocast=autocast
+                )
+                first = base.setdefault(trains, rate)
+                figures += [f"{rate:.0f}", f"{rate / first:.2f}"]
+
+            how = mode if isinstance(mode, str) else "yes" if mode else ""
+            weights = "float32" if autocast else "bf16"
+            yield f"| {name} | {weights} | {how} | {' | '.join(figures)} |"
+
+
+PARTS = {
+    part.__name__: part
+    for part in (calibration, group_norms, exact_speed, speed, schemes, training, clipping)
+}
 
 
 def main() -> None:

@@ -17,7 +17,15 @@ def test_every_part_ends_well_in_a_dry_run(tmp_path: Path) -> None:
 
     assert run.returncode == 0, run.stdout
 
-    for part in ("schemes", "training", "calibration", "clipping", "speed"):
+    for part in (
+        "calibration",
+        "group_norms",
+        "exact_speed",
+        "speed",
+        "schemes",
+        "training",
+        "clipping",
+    ):
         rows = [
             line
             for line in (tmp_path / f"{part}.md").read_text().splitlines()
