@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from normswap.calibration.channel_values import dead_leaves, image_moments, observed
 from normswap.calibration.checked_batches import first_images
+from normswap.calibration.host_descent import Adam, Numbers
 from normswap.layers.per_sample import (
     follow_rescaling,
     rescale_output,
@@ -48,8 +48,6 @@ CHANCE = 0.2
 # Lower bounds of a channel's cost and variance, in units of its group's mean.
 LEAST_COST = 0.03
 LEAST_VARIANCE = 1e-4
-
-Numbers = npt.NDArray[np.float64]
 
 
 def rescalable(step: Step) -> dict[str, Body]:
@@ -255,7 +253,7 @@ class NormInputs:
         device is.
         """
         unit = self.loss(self._with_mean_variance(scale)).clamp_min(1e-30).double().numpy()
-        descent = _Descent(
+        loss = _Loss(
             means=self.means.double().numpy(),
             squares=self.squares.double().numpy(),
             var=self.var.double().numpy(),
@@ -265,19 +263,11 @@ class NormInputs:
         )
 
         start = scale.double().numpy()
-        log = np.zeros_like(start)
-        mean = np.zeros_like(log)
-        square = np.zeros_like(log)
-        for step in range(1, STEPS + 1):
-            gradient = descent.gradient(start * np.exp(log)) / unit[:, None]
+        log = Adam(np.zeros_like(start), RATE, FARTHEST)
+        for _ in range(STEPS):
+            log.step(loss.gradient(start * np.exp(log.values)) / unit[:, None])
 
-            # One step of Adam (Kingma & Ba 2015), with the usual rates of its two averages.
-            mean += 0.1 * (gradient - mean)
-            square += 0.001 * (gradient**2 - square)
-            deviation = np.sqrt(square / (1 - 0.999**step)) + 1e-8
-            log = np.clip(log - RATE * mean / (1 - 0.9**step) / deviation, -FARTHEST, FARTHEST)
-
-        return self._with_mean_variance(scale * torch.from_numpy(np.exp(log)).to(scale))
+        return self._with_mean_variance(scale * torch.from_numpy(np.exp(log.values)).to(scale))
 
     def loss(self, scale: Tensor) -> Tensor:
         """Return what each group loses by taking its statistics from each image, (G,).
@@ -317,7 +307,7 @@ class NormInputs:
 
 
 @dataclass(frozen=True)
-class _Descent:
+class _Loss:
     """The gradient of `NormInputs.loss`, in NumPy.
 
     Args:

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from normswap.calibration.checked_batches import first_images, run
+from normswap.calibration.host_descent import Adam, Numbers
 from normswap.calibration.sampling import patches
 from normswap.calibration.sequential_fit import refit
 from normswap.folding.channel_factors import FIXED, Channels, Reach, scale
@@ -141,43 +143,44 @@ class Loss:
     inverse: Tensor
     variance: float
 
-    def __call__(self, logs: Tensor) -> Tensor:
-        """Return the loss as a share of the variance, for the logarithms of all factors."""
-        u = (-logs[self.reads]).exp().view(len(self.sums), -1)
-        return (_quadratic(self.sums, u) / _quadratic(self.inverse, u)).sum() / self.variance
+    def measured(self, logs: Numbers) -> tuple[float, Numbers]:
+        """Return the loss as a share of the variance, and its derivative by the input channels.
 
+        The derivative (I,) is by the logarithms of the factors of the layer's input channels.
 
-def _quadratic(table: Tensor, u: Tensor) -> Tensor:
-    """Return u' table u of each group, (G,).
+        Args:
+            logs: The logarithms of all factors.
+        """
+        sums = self.sums.numpy()
+        # In the tables' precision, so that the tables need not be copied.
+        u = np.exp(-logs[self.reads.numpy()]).reshape(len(sums), -1, 1).astype(sums.dtype)
+        along_sums = sums @ u
+        along_inverse = self.inverse.numpy() @ u
+        lost = (u * along_sums).sum(1, keepdims=True)
+        kept = (u * along_inverse).sum(1, keepdims=True)
 
-    The value has the factor (2 u - fixed) instead of u, which leaves value and gradient as they
-    are. The gradient then needs one product with the large table, not two.
-    """
-    fixed = u.detach()
-    along = torch.einsum("gij,gj->gi", table, fixed)
-    return ((2 * u - fixed) * along).sum(1)
+        # The derivatives of u' S u and u' C^-1 u by log f = -log u are -2 u S u and -2 u C^-1 u.
+        by_log = -2 * u * (along_sums / kept - lost / kept**2 * along_inverse)
+        return float((lost / kept).sum()) / self.variance, by_log.reshape(-1) / self.variance
 
 
 def factors(losses: list[Loss], count: int) -> Tensor:
     """Return the factors that make the losses small together, (count,).
 
-    The factor number `FIXED` scales the channels that cannot be scaled, so it stays 1.
+    The factor number `FIXED` scales the channels that cannot be scaled, so it stays 1. The steps
+    are NumPy's, as they are many, and run on the CPU whatever the network's device is.
     """
-    with torch.enable_grad():
-        logs = torch.zeros(count, requires_grad=True)
-        optimizer = torch.optim.Adam([logs], lr=RATE)
-        for _ in range(STEPS if losses else 0):
-            optimizer.zero_grad()
-            total = (
-                torch.stack([loss(logs) for loss in losses]).sum() + STIFF * logs.square().mean()
-            )
-            total.backward()
-            optimizer.step()
-            with torch.no_grad():
-                logs.clamp_(-FARTHEST, FARTHEST)
-                logs[FIXED] = 0
+    descent = Adam(np.zeros(count), RATE, FARTHEST)
+    for _ in range(STEPS if losses else 0):
+        gradient = 2 * STIFF / count * descent.values
+        for loss in losses:
+            _, by_log = loss.measured(descent.values)
+            # A factor may scale several channels.
+            np.add.at(gradient, loss.reads.numpy(), by_log)
+        descent.step(gradient)
+        descent.values[FIXED] = 0
 
-    return logs.detach().exp()
+    return torch.from_numpy(np.exp(descent.values)).float()
 
 
 @torch.no_grad()

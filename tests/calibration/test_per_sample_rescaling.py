@@ -107,7 +107,7 @@ def test_the_descents_gradient_is_autograds_of_the_loss(eps: float) -> None:
     log = torch.zeros_like(scale, requires_grad=True)
     precise.loss(precise._with_mean_variance(scale * log.exp())).sum().backward()
 
-    descent = per_sample_rescaling._Descent(
+    loss = per_sample_rescaling._Loss(
         means=precise.means.numpy(),
         squares=precise.squares.numpy(),
         var=precise.var.numpy(),
@@ -115,7 +115,7 @@ def test_the_descents_gradient_is_autograds_of_the_loss(eps: float) -> None:
         eps=precise.eps.numpy(),
         chance=precise.means.var(1).numpy(),
     )
-    found = torch.from_numpy(descent.gradient(scale.numpy()))
+    found = torch.from_numpy(loss.gradient(scale.numpy()))
     assert log.grad is not None
     assert torch.allclose(found, log.grad, rtol=1e-9, atol=1e-12 * float(log.grad.abs().max()))
 
