@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.inspection import Anatomy, Block, Norm
 from normswap.layers.per_sample import group_moments
-from normswap.plan import Body, Step
+from normswap.plan import Body, Edit, Plan, Step
 from normswap.proof.verdict import Report
 from normswap.sites.own_layer import scales_branch
 from normswap.sites.site import sites_of
@@ -128,28 +129,31 @@ def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
         norm: The norm. The answer is None unless it is a GroupNorm in the place of a BatchNorm.
         anatomy: The recorded network, with the statistics of the norms that were replaced.
     """
-    module = norm.site.module
     original = anatomy.original_path(norm.path)
     record = anatomy.provenance
     mean, var = (record.norms.get(f"{original}.running_{name}") for name in ("mean", "var"))
-    if not isinstance(module, nn.GroupNorm) or mean is None or var is None:
+    placed = _group_norm_edit(record.plan, original)
+    if placed is None or not norm.site.averages or mean is None or var is None:
         return None
 
     # A norm with an eps of its own reads channels of mean 0, in groups of one variance.
-    levels = any(_has_own_eps(step, original) for step in record.plan.steps)
     variance = var.double().mean()
-    if not levels:
-        _, group_variances = group_moments(mean.double(), var.double(), module.num_groups)
+    if "eps" not in placed.args:
+        _, group_variances = group_moments(mean.double(), var.double(), placed.args["groups"])
         variance = group_variances.mean()
-    return module.eps / (module.eps + float(variance))
+
+    eps = cast(float, norm.site.module.eps)
+    return eps / (eps + float(variance))
 
 
-def _has_own_eps(step: Step, path: str) -> bool:
-    """Whether a step placed a GroupNorm at a path with another eps than its BatchNorm had."""
-    return any(
-        edit.path == path and edit.layer == "GroupNorm" and "eps" in edit.args
-        for edit in step.edits
-    )
+def _group_norm_edit(plan: Plan, path: str) -> Edit | None:
+    """Return the last edit of a plan that placed a GroupNorm at a path, or None."""
+    found = None
+    for step in plan.steps:
+        for edit in step.edits:
+            if edit.path == path and edit.layer == "GroupNorm":
+                found = edit
+    return found
 
 
 def _range(values: Tensor | None) -> list[float] | None:
