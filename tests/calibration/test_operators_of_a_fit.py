@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import normswap
 from normswap.surgery import carrying_out
 
-# What a fit may dispatch, by scheme, in forward passes.
-MOST = {"groupnorm": 999, "layernorm": 999, "nf": 999, "centered-weightnorm": 999, "dyt": 999}
+# What a fit may dispatch, in forward passes. 30 of them draw dead leaves, once in a process.
+MOST = 200
 IMAGES = 100
 
 
@@ -58,7 +58,7 @@ def mobilenet() -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [resnet, mobilenet])
-@pytest.mark.parametrize("scheme", MOST)
+@pytest.mark.parametrize("scheme", ["groupnorm", "nf", "dyt"])
 def test_a_fit_dispatches_few_forward_passes(
     scheme: str, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,9 +77,6 @@ def test_a_fit_dispatches_few_forward_passes(
             return original(*arguments)
 
     monkeypatch.setattr(carrying_out, "fit", counted)
-    for _ in range(2):
-        fits.count = 0
-        # The dead leaves, which no network decides, are drawn in a process's first fit.
-        normswap.convert(model, scheme, input_size=(3, 32, 32), calibrate=batches)
+    normswap.convert(model, scheme, input_size=(3, 32, 32), calibrate=batches)
 
-    assert fits.count / forward.count < MOST[scheme]
+    assert fits.count / forward.count < MOST
