@@ -26,8 +26,6 @@ _NUMBERS = 2**22
 _NARROW = 512
 # For patches of at least so many numbers, NumPy's symmetric product is faster than torch's.
 _WIDE = 128
-# The sums of `Moments`.
-_SUMS = ("x", "y", "xx", "xy", "yy")
 # About so many of a layer's targets are compared when the ridge is chosen.
 _JUDGED = 128
 
@@ -86,11 +84,6 @@ class Moments:
 
         return cls(0, xs, ys, xx, xy, yy, x0, y0, biased=biased)
 
-    def emptied(self) -> Moments:
-        """Return moments of no rows, about the same points."""
-        sums = {name: torch.zeros_like(getattr(self, name)) for name in _SUMS}
-        return replace(self, count=0, waiting=[], **sums)
-
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add a batch of rows and their targets.
 
@@ -136,7 +129,10 @@ class Moments:
         """
         self.flush()
         other.flush()
-        sums = {name: getattr(self, name) + getattr(other, name) for name in ("count", *_SUMS)}
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in ("count", "x", "y", "xx", "xy", "yy")
+        }
         return replace(self, **sums)
 
     def means(self) -> tuple[Tensor, Tensor]:
@@ -214,8 +210,7 @@ class Folds:
         x = x.transpose(0, 1)
         y = y.transpose(0, 1)
         if not self.halves:
-            empty = Moments.like(x, y, biased=self.biased)
-            self.halves = [empty, empty.emptied()]
+            self.halves = [Moments.like(x, y, biased=self.biased) for _ in range(2)]
 
         # Both halves have one point, which is subtracted once.
         x = _about(x, self.halves[0].x0)
