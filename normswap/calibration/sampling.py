@@ -78,7 +78,7 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
     return flat.double().transpose(0, 1).flatten(1)
 
 
-def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.intp]]) -> Tensor:
     """Return the inputs of a convolution at some positions of its output, (N, C, p, taps).
 
     No padded copy is made: positions in the padding are multiplied by 0.
@@ -92,7 +92,7 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.
     sides = maps.shape[2:]
 
     # Dimension by dimension, find each tap's index in the flattened map, and whether it is inside.
-    flat = np.zeros(1, dtype=np.int64)
+    flat = np.zeros(1, dtype=np.intp)
     inside = np.ones(1, dtype=np.bool_)
     for side, positions in enumerate(at):
         tap = np.arange(conv.kernel_size[side]) * conv.dilation[side]
