@@ -18,7 +18,7 @@ import normswap
 from normswap.surgery import carrying_out
 
 # What a fit may dispatch, in forward passes. 30 of them draw dead leaves, once in a process.
-MOST = 200
+MOST = 250
 IMAGES = 100
 
 
