@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder, counts
 from normswap.graph.inspection import Anatomy, Block, Norm
-from normswap.layers.per_sample import group_moments
 from normswap.plan import Body, Edit, Plan, Step
 from normswap.proof.verdict import Report
 from normswap.sites.own_layer import scales_branch
@@ -136,11 +135,11 @@ def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
     if placed is None or not norm.site.averages or mean is None or var is None:
         return None
 
-    # A norm with an eps of its own reads channels of mean 0, in groups of one variance.
     variance = var.double().mean()
+    # A norm with an eps of its own reads channels of mean 0. In others the means differ, too.
     if "eps" not in placed.args:
-        _, group_variances = group_moments(mean.double(), var.double(), placed.args["groups"])
-        variance = group_variances.mean()
+        means = mean.double().view(placed.args["groups"], -1)
+        variance = variance + means.var(1, correction=0).mean()
 
     eps = cast(float, norm.site.module.eps)
     return eps / (eps + float(variance))

@@ -256,14 +256,8 @@ class _Moments:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
         inverse = inverse.float().cpu()
 
-        means = (
-            effective_weight(layer)
-            .detach()
-            .double()
-            .flatten(2)
-            .mean(2)
-            .unflatten(0, (layer.groups, -1))
-        )
+        weight = effective_weight(layer).detach().double()
+        means = weight.flatten(2).mean(2).unflatten(0, (layer.groups, -1))
         lost = (means.transpose(1, 2) @ means).float().cpu()
         variance = (self.yy / self.count - (self.y / self.count).square()).sum()
         return Loss(reads, lost, inverse, float(variance) + 1e-30)
