@@ -17,6 +17,7 @@ from torch.utils.benchmark import Timer
 from normswap.errors import first_line
 from normswap.plan import Body
 from normswap.proof import verdict
+from normswap.proof.distance import distance
 
 ROUNDS = 15
 # The relative L2 distance that is allowed between answers, by precision. Runtimes sum in other
@@ -164,26 +165,16 @@ def check_contenders(
         is_first = first_answers is None
         if first_answers is None:
             first_answers = answers
-        distance = relative_l2(answers, contender.expected(first_answers))
-        row["error"] = distance
+        relative_error = distance(contender.expected(first_answers), answers).relative_l2
+        row["error"] = relative_error
         allowed = max(BOUNDS[contender.precision], _TF32 if device.type == "cuda" else 0)
-        is_right = distance <= allowed
+        is_right = relative_error <= allowed
         if not is_first or not is_right:
             row["verdict"] = verdict.word(exact=False, passed=is_right, unproved=False)
         if not is_right:
-            reason = f"its answers differ by {distance:.1e} (relative L2), allowed is {allowed:.0e}"
+            reason = (
+                f"its answers differ by {relative_error:.1e} (relative L2), allowed is"
+                f" {allowed:.0e}"
+            )
             row |= {"status": "wrong", "reason": reason}
     return rows
-
-
-def relative_l2(result: Tensor, expected: Tensor) -> float:
-    """Return |result - expected| / |expected|.
-
-    The distance is infinite if the shapes differ, or a value of `result` is not finite.
-    """
-    if result.shape != expected.shape or not bool(torch.isfinite(result).all()):
-        return float("inf")
-    scale = float(expected.double().norm())
-    if not scale:
-        return float("inf")
-    return float((result.double() - expected).norm()) / scale

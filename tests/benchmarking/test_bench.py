@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,17 @@ def test_figures_of_a_row() -> None:
     assert row["ms_low"] < row["ms"] < row["ms_high"]
 
 
-def test_relative_l2() -> None:
-    expected = torch.tensor([3.0, 4.0])
-    assert timing.relative_l2(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
-    for values in ([1.0], [float("nan"), 4.0], [float("inf"), 4.0]):
-        assert timing.relative_l2(torch.tensor(values), expected) == float("inf")
-    assert timing.relative_l2(torch.ones(2), torch.zeros(2)) == float("inf")
+@pytest.mark.parametrize(
+    "spoiled",
+    [lambda y: y[:, :1], lambda y: y / 0, lambda y: float("nan") * y],
+    ids=["another shape", "infinite", "NaN"],
+)
+def test_answers_that_cannot_be_compared_are_wrong(spoiled: Callable[[Tensor], Tensor]) -> None:
+    contenders = [times(2), Contender("spoiled", "torch", lambda x: spoiled(2 * x))]
+
+    _, row = timing.check_contenders(contenders, IMAGES, CPU)
+
+    assert (row["status"], row["error"]) == ("wrong", float("inf"))
 
 
 def test_nobody_always_runs_first() -> None:
