@@ -21,7 +21,7 @@ _RELUS = (nn.ReLU, nn.LeakyReLU)
 # A node of a graph names the function that it calls, or the method of a tensor by a string.
 RELU_FUNCTIONS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 HOMOGENEOUS_FUNCTIONS = (*RELU_FUNCTIONS, F.leaky_relu)
-_ACTIVATION_FILES = ("torch.nn.modules.activation", "timm.sites.activations")
+_ACTIVATION_FILES = ("torch.nn.modules.activation", "timm.layers.activations")
 _FUNCTION_NAMES = {"relu", "leaky_relu", "silu", "gelu", "elu", "relu6", "hardtanh", "hardswish"}
 
 
