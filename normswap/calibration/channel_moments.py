@@ -96,7 +96,7 @@ class ChannelLine:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMoments:
     """The measured moments of layers' inputs.
 
     Args:
@@ -131,7 +131,7 @@ def measure(
     layers: Mapping[str, nn.Module],
     batches: Iterable[object],
     progress: Progress | None = None,
-) -> Measured:
+) -> MeasuredMoments:
     """Measure the moments of the input of each layer, in one pass over images in eval mode.
 
     Args:
@@ -174,7 +174,7 @@ def measure(
         if not bool(torch.isfinite(moment.mean).all() and torch.isfinite(moment.square).all()):
             raise VerificationError(f"what reaches {path} is not finite on these images")
 
-    return Measured(moments, images)
+    return MeasuredMoments(moments, images)
 
 
 def _add_input(

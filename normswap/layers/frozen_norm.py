@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from normswap.layers.planned_layer import GAMMA, OwnLayer, PlannedLayer
-from normswap.layers.site_norm import Measured, SiteNorm, copy_tensors
+from normswap.layers.site_norm import KnownMoments, SiteNorm, copy_tensors
 from normswap.sites.known_norms import KINDS
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ class FrozenNorm(PlannedLayer):
     KEEPS_NORM = True
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> nn.Module:
+    def replacing(
+        cls, old: nn.Module, *, like: Tensor, **measured: Unpack[KnownMoments]
+    ) -> nn.Module:
         """Return the frozen norm that computes what `old` does in eval mode.
 
         Args:
@@ -105,7 +107,9 @@ class EvalNorm(PlannedLayer, OwnLayer):
         return scale, self.bias.detach().double() - self.running_mean.double() * scale
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor, **measured: Unpack[Measured]) -> EvalNorm:
+    def replacing(
+        cls, old: nn.Module, *, like: Tensor, **measured: Unpack[KnownMoments]
+    ) -> EvalNorm:
         """Return the norm that computes what `old` does in eval mode, in training mode too.
 
         Args:

@@ -36,7 +36,7 @@ class Record(TypedDict, total=False):
     num_batches_tracked: float
 
 
-class Measured(TypedDict, total=False):
+class KnownMoments(TypedDict, total=False):
     """The keywords of `SiteNorm.replacing` on the known statistics of a norm that is put back.
 
     Args:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from normswap.layers.folded import FoldFactors, folded
 from normswap.layers.planned_layer import PlannedLayer
 from normswap.layers.reparametrized import TunedConv2d
-from normswap.layers.site_norm import Measured, SiteNorm
+from normswap.layers.site_norm import KnownMoments, SiteNorm
 from normswap.plan import AbsorbMode, Absorption
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class TunedOptions(FoldFactors, Measured, total=False):
+class TunedOptions(FoldFactors, KnownMoments, total=False):
     """The options of `folded` that concern the layer alone, and of `SiteNorm.replacing`."""
 
 
@@ -54,7 +54,7 @@ class Tuned(PlannedLayer):
                 neighbour_takes.append(absorption)
 
         (norm,) = norms
-        measured = Measured(
+        measured = KnownMoments(
             mean=options.pop("mean", None),
             std=options.pop("std", None),
             settings=options.pop("settings", None),

@@ -293,8 +293,8 @@ class Roles:
 
 
 # What was measured of a module, beside the versions of its tensors then.
-_Measured: TypeAlias = tuple[tuple[int, ...], Roles | None]
-_measured: WeakKeyDictionary[nn.Module, _Measured] = WeakKeyDictionary()
+_MeasuredRoles: TypeAlias = tuple[tuple[int, ...], Roles | None]
+_measured: WeakKeyDictionary[nn.Module, _MeasuredRoles] = WeakKeyDictionary()
 
 
 def _owned(module: nn.Module) -> dict[str, Tensor]:
