@@ -25,8 +25,18 @@ class Vacant(PlannedLayer, OwnLayer):
         return self.activated(x)
 
     @classmethod
-    def replacing(cls, old: nn.Module, *, like: Tensor) -> Vacant:
-        return cls(copied_activation(old))
+    def replacing(cls, old: nn.Module, *, like: Tensor, in_place: bool = True) -> Vacant:
+        """Return the activation of a norm.
+
+        Args:
+            old: The norm.
+            like: An empty tensor of the model's dtype.
+            in_place: Whether the activation may write into its input, as the norm's own may.
+        """
+        act = copied_activation(old)
+        if act is not None and not in_place:
+            act = out_of_place(act)
+        return cls(act)
 
 
 class Holder(OwnLayer):

@@ -30,8 +30,20 @@ def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
 def plan_merged(anatomy: Anatomy) -> PlanBuilder:
     """Plan one convolution in place of summed branches (`folding.branches`)."""
     builder = PlanBuilder(anatomy)
+    into: dict[str, str] = {}
     for merge in branches.find(builder):
         _merge(builder, merge)
+        into.update(dict.fromkeys(merge.others, merge.main))
+
+    # A norm has an outcome, which says so. Of a convolution only this note tells.
+    merged = [
+        f"{path} (into {main})" for path, main in into.items() if path not in builder.outcomes
+    ]
+    if merged:
+        builder.notes.append(
+            f"{len(merged)} convolutions are merged into one beside them, and the number 0 stands"
+            f" in their place: {', '.join(merged)}"
+        )
     return builder
 
 

@@ -197,6 +197,20 @@ def test_they_can_be_kept_and_a_merged_one_says_why_it_cannot_go_back() -> None:
     assert apart(net, again.model) < 1e-12
 
 
+def test_a_note_says_where_each_convolution_went() -> None:
+    """A norm that is merged has an outcome, and no place in the note."""
+    net = built(Summed(ConvNorm(1), ConvNorm(3), ConvNorm(1), nn.BatchNorm2d(4)))
+
+    done = normswap.convert(net, "folded", inputs=images())
+
+    (note,) = (note for note in done.notes if "merged" in note)
+    assert note.startswith("2 convolutions")
+    assert "arms.0.0 (into arms.1.0), arms.2.0 (into arms.1.0)" in note
+    assert "arms.3" not in note
+    kept = normswap.convert(net, "folded", inputs=images(), branches="keep")
+    assert not any("merged" in note for note in kept.notes)
+
+
 def test_part_of_a_network() -> None:
     net = built(MERGED["many of one size"]())
     done = normswap.convert(net, "folded", inputs=images(), skip="arms.0")

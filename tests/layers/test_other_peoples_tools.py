@@ -121,3 +121,23 @@ def test_a_merged_branch_states_the_widths_that_timm_reads() -> None:
     assert type(merged.conv).__name__ == "Zero"
     assert merged.in_channels == before.in_channels
     assert merged.out_channels == before.out_channels
+
+
+class ReadsWidths(Plain):
+    """A forward that reads the widths of its layers, beside calling them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x)).relu().view(len(x), self.bn1.num_features, -1)
+        x = x.view(len(x), self.conv2.in_channels, *IMAGES.shape[2:])
+        return self.head(self.bn2(self.conv2(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("scheme", ["folded", "affine", "groupnorm", "dyt", "weightnorm"])
+def test_a_forward_may_read_widths_of_layers_that_are_gone(scheme: str) -> None:
+    torch.manual_seed(0)
+    source = lived_in(ReadsWidths(), IMAGES.double()).float().eval()
+
+    result = normswap.convert(source, scheme, inputs=IMAGES)
+
+    assert result.report.verdict in ("PROVED", "MEASURED")
+    assert result.model.bn1.num_features == source.bn1.num_features

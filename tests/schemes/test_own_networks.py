@@ -140,3 +140,21 @@ def test_it_loads_without_normswap(case: str) -> None:
 
     if to != "groupnorm":
         assert distance(run(model, x), run(theirs, x)) < 1e-12
+
+
+class Unused(nn.Module):
+    """Its forward calls no norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).relu()
+
+
+@pytest.mark.parametrize("scheme", ["folded", "groupnorm"])
+def test_a_norm_that_forward_never_calls_is_not_what_the_scheme_places(scheme: str) -> None:
+    with pytest.raises(RefusedError, match="Forward calls none of them"):
+        normswap.convert(Unused().eval(), scheme, inputs=torch.randn(2, 3, 8, 8))

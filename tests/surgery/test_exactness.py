@@ -408,7 +408,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a compiled layer": (_compiled, "conv is compiled"),
     "a forward that asks its layers": (
-        lambda: Called(lambda net, x: net.norm(net.conv(x)) / net.norm.num_features),
+        lambda: Called(lambda net, x: net.norm(net.conv(x)) / net.norm.momentum),
         "asks a layer for something that the new",
     ),
 }
