@@ -115,7 +115,7 @@ class PlanBuilder:
         outcomes: The outcome for each norm, by its path.
         refusals: Why nothing can be done to a norm, by its path.
         notes: Sentences that the user should read.
-        scalars: The layer that is chained behind the one at a path, by that path.
+        scalars: The layers that are chained behind the one at a path, by that path.
     """
 
     anatomy: Anatomy
@@ -124,7 +124,7 @@ class PlanBuilder:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    scalars: dict[str, Then] = field(default_factory=dict)
+    scalars: dict[str, tuple[Then, ...]] = field(default_factory=dict)
 
     @property
     def traced(self) -> Traced:
@@ -169,16 +169,16 @@ class PlanBuilder:
     def edits(self) -> tuple[Edit, ...]:
         """Return all edits: those of linear layers first, then the replacements.
 
-        A layer that is chained behind a path is part of the edit at that path.
+        The layers that are chained behind a path are part of the edit at that path.
         """
-        followers = {path: (scalar,) for path, scalar in self.scalars.items()}
+        followers = dict(self.scalars)
 
         # A replacement that keeps the layer at its path only adds a layer behind it. If the kept
         # layer is linear and absorbs neighbours, both are written in one edit.
         replacements = []
         for path, edit in self.replacements.items():
             if edit.keep and path in self.linears:
-                followers[path] = (Then(edit.layer, edit.args),)
+                followers[path] = (Then(edit.layer, edit.args), *edit.then)
             else:
                 replacements.append(edit)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+# A layer has the bias that folding makes, or gets one of 0 if it would have none, or has none.
+BiasChange: TypeAlias = Literal["keep", "add", "drop"]
+
+
 class FoldFactors(TypedDict, total=False):
     """The options of `folded` that concern the layer alone."""
 
@@ -28,13 +32,46 @@ class FoldFactors(TypedDict, total=False):
     centred: bool
 
 
-class FoldOptions(FoldFactors, total=False):
-    """All options of `folded`. Every planned layer that folds passes them on to `folded`."""
+class Absorptions(FoldFactors, total=False):
+    """The options of `folded` that say what the layer computes."""
 
     takes: Sequence[Absorption]
 
 
+class FoldOptions(Absorptions, total=False):
+    """All options of `folded`. Every planned layer that folds passes them on to `folded`."""
+
+    bias: BiasChange
+
+
 def folded(
+    old: Linearity,
+    reads: Sequence[nn.Module],
+    *,
+    like: Tensor,
+    bias: BiasChange = "keep",
+    **absorptions: Unpack[Absorptions],
+) -> Linearity:
+    """Return a copy of a linear layer that has absorbed its neighbours, computed in float64.
+
+    Args:
+        old: The linear layer or convolution, y = W x + b.
+        reads: The modules that are absorbed.
+        like: An empty tensor of the model's dtype. If that is float64, so is the copy.
+        bias: Whether a bias of 0 is added to a copy that would have none, or any bias is dropped.
+        absorptions: How the modules are absorbed, and the factors (`_absorbing`).
+    """
+    new = _absorbing(old, reads, like=like, **absorptions)
+    if bias == "drop":
+        new.bias = None
+    if bias == "add" and new.bias is None:
+        by_group, _ = _by_group(new, new.weight.detach())
+        zeros = by_group.new_zeros(by_group.shape[0] * by_group.shape[1])
+        new.bias = nn.Parameter(zeros, requires_grad=new.weight.requires_grad)
+    return new
+
+
+def _absorbing(
     old: Linearity,
     reads: Sequence[nn.Module],
     *,
@@ -45,17 +82,18 @@ def folded(
     bake: bool = False,
     centred: bool = False,
 ) -> Linearity:
-    """Return a copy of a linear layer that has absorbed its neighbours, computed in float64.
+    """Return a copy of a linear layer that has absorbed its neighbours (`folded`).
 
     Args:
         old: The linear layer or convolution, y = W x + b.
         reads: The modules that are absorbed.
-        like: An empty tensor of the model's dtype. If that is float64, so is the copy.
-        takes: How each of `reads` is absorbed (`plan.AbsorbMode`).
+        like: An empty tensor of the model's dtype. The copy is in float64 if the model is, and
+            else in the dtype of `old`.
+        takes: The way in which each of `reads` is absorbed (`plan.AbsorbMode`), in their order.
         gain: The number by which the output is multiplied.
         in_gain: The number by which the input is multiplied.
-        bake: Whether a weight that is computed at each step is first made a plain one
-            (`reparametrized`).
+        bake: Whether a weight that `old` computes in each forward, such as that of weight
+            normalization, is first replaced by a plain parameter (`reparametrized.plain`).
         centred: Whether the mean over the output channels is subtracted at the end:
             W' = (I - 11'/C) W, b' = b - mean(b).
     """
@@ -210,9 +248,15 @@ def _by_group(old: Linearity, weight: Tensor) -> tuple[Tensor, Callable[[Tensor]
 def _with_tensors(
     old: Linearity, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Linearity:
-    """Return a copy of a layer with this weight and bias.
+    """Return a copy of a layer with another weight and bias.
 
     Each new tensor learns if the old one did. A bias that is new learns if the old weight did.
+
+    Args:
+        old: The layer.
+        weight: The new weight, of the old one's shape.
+        bias: The new bias, (out channels,). None only for a layer without a bias.
+        dtype: The dtype of the copy.
     """
     learns = old.weight.requires_grad
 

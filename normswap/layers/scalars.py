@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from normswap.copying import doubled
 from normswap.layers import reparametrized
 from normswap.layers.folded import FoldOptions, folded
-from normswap.layers.placeholders import Chain, Vacant
+from normswap.layers.placeholders import Chain, Vacant, out_of_place
 from normswap.layers.planned_layer import Linearity, OwnLayer, PlannedLayer
 from normswap.sites import affine
+from normswap.sites.activations import is_activation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,7 +81,8 @@ class Scale(PlannedLayer, OwnLayer):
         act = affine.copied_activation(old)
         if act is None:
             return scale
-        return Chain(Vacant(act), scale)
+        # The norm wrote into memory of its own. What reaches the activation now, others may read.
+        return Chain(Vacant(out_of_place(act)), scale)
 
 
 class FixedScale(Scale):
@@ -112,7 +115,11 @@ class ScalarBias(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> ScalarBias:
-        return cls(torch.zeros(1).to(like), affine.copied_activation(old))
+        """Return the bias before an activation: the one at the path, or that of the norm there."""
+        act = affine.copied_activation(old)
+        if is_activation(old):
+            act = copy.deepcopy(old)
+        return cls(torch.zeros(1).to(like), act)
 
 
 class Shifted(PlannedLayer):

@@ -34,11 +34,18 @@ if TYPE_CHECKING:
 class Other(Standardized, _ConvNd):
     """Base of standardized convolutions in dimensions that timm lacks."""
 
-    def __init__(self, *args: Any, mean: bool = False, eps: float = 1e-6, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        mean: bool = False,
+        gamma: float = 1.0,
+        eps: float = 1e-6,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         filters = len(self.weight)
         self.gain = nn.Parameter(self.weight.new_ones(filters, *(1,) * (self.weight.ndim - 1)))
-        self.scale = self.weight[0].numel() ** -0.5
+        self.scale = gamma * self.weight[0].numel() ** -0.5
         self.eps = eps
 
         filter_mean = nn.Parameter(self.weight.new_zeros(filters)) if mean else None
@@ -141,6 +148,7 @@ class StandardizedConv(PlannedLayer):
         like: Tensor,
         mean: bool,
         padding: Sequence[int] | None = None,
+        gamma: float | None = None,
         **fold_options: Unpack[FoldOptions],
     ) -> nn.Module:
         """Return the standardized convolution.
@@ -152,33 +160,40 @@ class StandardizedConv(PlannedLayer):
             mean: Whether each filter keeps its mean as one more parameter.
             padding: The padding of a convolution with a forward of its own
                 (`own_forwards.even_padding`). None means the padding that `old` states.
+            gamma: The gamma of the activation that a fresh convolution reads. Its weight is the
+                folded one as it is, with gains of 1. None keeps the function instead.
             fold_options: Options of `folded`.
         """
         conv = folded(old, reads, like=like, **fold_options)
         if not isinstance(conv, _ConvNd):
             raise TypeError(f"a {type(conv).__name__} is no convolution")
 
-        new = _empty(conv, mean=mean, padding=padding)
-        set_effective(new, conv.weight)
+        new = _empty(conv, mean=mean, padding=padding, gamma=1.0 if gamma is None else gamma)
+        if gamma is None:
+            set_effective(new, conv.weight)
+        else:
+            new.weight.copy_(conv.weight)
         new.weight.requires_grad_(conv.weight.requires_grad)
         if conv.bias is not None:
             new.bias = conv.bias
         return new
 
 
-def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None) -> _ConvNd:
+def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None, gamma: float) -> _ConvNd:
     """Return a standardized convolution with the settings of `conv`, but without its values.
 
     Args:
         conv: The convolution.
         mean: Whether the new layer has a parameter for the mean of its filters.
         padding: The new layer's padding. None keeps the padding of `conv`.
+        gamma: A fixed factor of all filters.
     """
     settings: dict[str, Any] = {name: getattr(conv, name) for name in _SETTINGS}
     # Pruning by hand leaves the numbers that a layer states as they were.
     settings["out_channels"] = conv.weight.shape[0]
     settings["in_channels"] = conv.weight.shape[1] * conv.groups
     settings["bias"] = conv.bias is not None
+    settings["gamma"] = gamma
     settings["device"] = conv.weight.device
     settings["dtype"] = conv.weight.dtype
     padding_here: Any = conv.padding if padding is None else tuple(padding)

@@ -149,12 +149,20 @@ def are_exact(steps: Iterable[Step]) -> bool | None:
 
 
 def all_options() -> dict[str, tuple[Option, list[str]]]:
-    """Return every option by name, with the names of the schemes that have it."""
+    """Return every option by name, with the names of the schemes that have it.
+
+    An option that takes other values in another scheme has the choices and the help of both.
+    """
     names_of: dict[str, tuple[Option, list[str]]] = {}
     plugins.load("normswap.schemes")
     for name, scheme in {**TARGETS, **_registered}.items():
         for option in scheme.options:
-            names_of.setdefault(option.name, (option, []))[1].append(name)
+            known, owners = names_of.get(option.name, (option, []))
+            if option.help not in known.help:
+                choices = tuple(dict.fromkeys((*known.choices, *option.choices)))
+                help_text = f"{known.help}; {name}: {option.help}"
+                known = replace(known, choices=choices, help=help_text)
+            names_of[option.name] = (known, [*owners, name])
     return names_of
 
 

@@ -34,8 +34,8 @@ class Function:
         return self.load()(*args, **options)
 
 
-def _keeps(option: str, value: str) -> Callable[[Options], bool]:
-    """Return a function that tells whether an option has the value that keeps the function."""
+def _has(option: str, value: str) -> Callable[[Options], bool]:
+    """Return a function of the options that tells whether one has a value."""
     return lambda options: bool(options[option] == value)
 
 
@@ -68,6 +68,13 @@ _FILTER_MEANS = (
         "`fit` or `keep` those of depthwise filters",
         choices=("fit", "keep"),
     ),
+)
+_START = Option(
+    "init",
+    str,
+    "keep",
+    "`keep` the function, or start a fresh network as the papers do (`reset`)",
+    choices=("keep", "reset"),
 )
 _RULES = ("balduzzi", "szegedy", "hanin", "arpit", "rescale")
 _RECALIBRATED = {"data": "", "samples": None, "batch_size": 64, "against": 0, "scales": True}
@@ -128,7 +135,7 @@ TARGETS: dict[str, Scheme] = {
             " of activations."
         ),
         paper="Huang et al. 2017, arXiv:1710.02338, section 3",
-        exact=_keeps("mean", "keep"),
+        exact=_has("mean", "keep"),
         needs_data=True,
         fit=Function("schemes.filters.fit"),
         options=_FILTER_MEANS,
@@ -156,7 +163,7 @@ TARGETS: dict[str, Scheme] = {
             " activation."
         ),
         paper="Zhang, Dauphin & Ma 2019, arXiv:1901.09321",
-        exact=_keeps("init", "keep"),
+        exact=_has("init", "keep"),
         on_branches=True,
         decay="all",
         options=(
@@ -164,8 +171,9 @@ TARGETS: dict[str, Scheme] = {
                 "init",
                 str,
                 "keep",
-                "`keep` the weights, or reset them (`fixup`)",
-                choices=("keep", "fixup"),
+                "`keep` the weights, or reset them (`fixup`), or by component 1 (`zeros`) or 2"
+                " (`scaled`) alone",
+                choices=("keep", "fixup", "zeros", "scaled"),
             ),
         ),
     ),
@@ -246,11 +254,12 @@ TARGETS: dict[str, Scheme] = {
             " no norm."
         ),
         paper="Brock et al. 2021, arXiv:2101.08692",
-        exact=_keeps("mean", "keep"),
+        exact=_has("mean", "keep"),
+        resets=_has("init", "reset"),
         needs_data=True,
         fit=Function("schemes.filters.fit"),
         on_branches=True,
-        options=_FILTER_MEANS,
+        options=(*_FILTER_MEANS, _START),
     ),
     "regularized-skipinit": Scheme(
         Function("schemes.skipinit.plan_regularized"),
@@ -259,7 +268,7 @@ TARGETS: dict[str, Scheme] = {
             " a v1 network."
         ),
         paper="De & Smith 2020, arXiv:2002.10444, section 4 and appendix F",
-        exact=_keeps("alpha", "match"),
+        exact=_has("alpha", "match"),
         on_branches=True,
         options=(
             _ALPHA,
@@ -284,10 +293,22 @@ TARGETS: dict[str, Scheme] = {
             " 3.3; Hanin & Rolnick 2018, arXiv:1803.01719; Arpit et al. 2019, arXiv:1906.02341;"
             " Shao et al. 2020, arXiv:2001.07094"
         ),
+        exact=_has("init", "keep"),
         on_branches=True,
         keeps_blocks=False,
         options=(
             Option("rule", str, "rescale", "the published rule that gives a and b", choices=_RULES),
+            Option(
+                "factor",
+                object,
+                "rule",
+                "b of `szegedy`, 0.1 to 0.3 (`rule`: 0.2), or of `hanin`, whose b_l is b^l (`rule`:"
+                " 0.9)",
+                "NUMBER",
+                choices=("rule",),
+                range=Range(0, 1, low_open=True, high_open=False),
+            ),
+            _START,
         ),
     ),
     "rmsnorm": Scheme(
@@ -308,7 +329,7 @@ TARGETS: dict[str, Scheme] = {
             " `regularized-skipinit`."
         ),
         paper="De & Smith 2020, arXiv:2002.10444, section 2.2",
-        exact=_keeps("alpha", "match"),
+        exact=_has("alpha", "match"),
         on_branches=True,
         options=(_ALPHA,),
     ),

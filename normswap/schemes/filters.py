@@ -13,19 +13,19 @@ from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from normswap.calibration.zero_sum_rescaling import fit_zero_sum
-from normswap.errors import RefusedError, spelled
+from normswap.errors import OptionError, RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear
 from normswap.graph.inspection import Anatomy
 from normswap.layers import reparametrized
-from normswap.schemes.fixup import linear_paths
+from normswap.schemes.nf_start import gamma_before, plan_start
 from normswap.schemes.scheme import FitTask
-from normswap.schemes.skipinit import scale_branches
+from normswap.schemes.skipinit import linear_paths, scale_branches
 from normswap.sites import own_forwards
 
 
-def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBuilder:
+def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str) -> PlanBuilder:
     """Plan standardized filters, and a scalar on each residual branch.
 
     Args:
@@ -34,7 +34,25 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str) -> PlanBu
             drops it and fits the filters again.
         stem: The same for the filters of the first convolution.
         depthwise: The same for depthwise filters.
+        init: Whether the weights are kept (`keep`), or a fresh network starts as the paper's does
+            (`reset`), without any means.
+
+    Raises:
+        OptionError: Means are to be kept and reset.
     """
+    if init == "reset":
+        if mean == "keep":
+            raise OptionError(
+                f"{spelled('mean', 'keep')} and {spelled('init', 'reset')}",
+                "the paper's filters have no means",
+                "Give one of them",
+            )
+        builder = standardize(plan_start(anatomy), mean="fit", stem="fit", depthwise="fit")
+        for path, linear in builder.linears.items():
+            if linear.layer == "StandardizedConv":
+                linear.extra |= {"gamma": gamma_before(builder, path), "bias": "add"}
+        return builder
+
     builder = scale_branches(anatomy, None) if anatomy.blocks else fold_norms(anatomy)
     return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
 
@@ -96,7 +114,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
 
         linear = builder.linear(path)
         linear.layer = "StandardizedConv"
-        linear.extra = {"mean": keeps_mean}
+        linear.extra["mean"] = keeps_mean
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
 

@@ -1,21 +1,26 @@
 """Fixup: y = skip + alpha f(x) with alpha = 1, and a scalar bias of 0 before every layer; no norm.
 
-`--init fixup` applies the paper's reset, which is not exact: the last convolution of each branch
-and the classifier are 0, and the other convolutions of a branch with m of them are scaled by
-L^(-1/(2m-2)), where L is the number of residual blocks.
+`--init fixup` applies the paper's reset, which is not exact. Component 1 of it: the last
+convolution of each branch and the classifier are 0. Component 2: the other convolutions of a
+branch with m of them are scaled by L^(-1/(2m-2)), where L is the number of residual blocks.
+`--init zeros` applies component 1 alone, and `--init scaled` component 2 (De & Smith 2020, section
+6). After each of the three no layer but the classifier has a bias per channel: the paper's biases
+are scalars.
 """
 
 from torch import fx
 
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, check_linear, distinct, last_linear
+from normswap.folding.propagation import NotFoldable, check_linear, last_linear
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import LINEAR, NodeReader
 from normswap.layers import reparametrized
 from normswap.layers.planned_layer import scales_branch
+from normswap.plan import Outcome
 from normswap.schemes.replaceable_batchnorms import readers
-from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
+from normswap.schemes.skipinit import check_blocks, linear_paths, no_tail, place_scale
+from normswap.sites.activations import is_activation
 from normswap.sites.site import Site
 
 
@@ -24,15 +29,20 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
 
     Args:
         anatomy: The recorded network.
-        init: The start of the weights. `keep` keeps them. `fixup` resets them as the paper does.
+        init: The start of the weights. `keep` keeps them. `fixup` resets them as the paper does,
+            `zeros` and `scaled` by its component 1 or 2 alone.
     """
     check_blocks(anatomy)
 
     builder = fold_norms(anatomy)
-    if init == "fixup":
-        _reset(builder)
+    if init != "keep":
+        _reset(builder, zeros=init != "scaled", scaled=init != "zeros")
     _shift_layers(builder)
+    if init != "keep":
+        _drop_channel_biases(builder)
     _place_scales(builder)
+    if not anatomy.norms and not anatomy.provenance.original_paths:
+        _shift_activations(builder)
 
     for path, module in anatomy.traced.modules.items():
         if (
@@ -80,16 +90,42 @@ def _shift_layers(builder: PlanBuilder) -> None:
             builder.linear(path).layer = "Shifted"
 
 
-def linear_paths(anatomy: Anatomy) -> list[str]:
-    """Return the paths of the convolutions and linear layers that forward calls, each once.
+def _shift_activations(builder: PlanBuilder) -> None:
+    """Plan a scalar bias of 0 before each activation of a network that never had norms.
 
-    Layers that do not take part (`only`, `skip`) are left out.
+    The activation after a sum gets none here, because the multiplier of the block has that bias.
     """
-    traced = anatomy.traced
-    paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
-    return distinct(
-        traced.modules, [path for path in dict.fromkeys(paths) if anatomy.takes_part(path)]
-    )
+    traced = builder.traced
+    post_blocks = [block for block in builder.anatomy.blocks if block.order == "post"]
+    after_sums = {user for block in post_blocks for user in traced.users[block.total]}
+    for path, module in traced.modules.items():
+        calls = traced.calls.get(id(module), ())
+        if not calls or not is_activation(module) or not builder.anatomy.takes_part(path):
+            continue
+        if len(calls) > 1:
+            builder.notes.append(f"{path} gets no bias before it: it is called several times")
+        elif calls[0] not in after_sums:
+            builder.replace(path, "ScalarBias")
+
+
+def _drop_channel_biases(builder: PlanBuilder) -> None:
+    """Plan that no layer has a bias per channel, and no norm leaves a shift.
+
+    The classifier keeps its bias, as in the paper, and so do the layers of gates (squeeze and
+    excitation), of which the paper says nothing.
+    """
+    anatomy = builder.anatomy
+    gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
+    for path, linear in builder.linears.items():
+        if path != anatomy.classifier and not f"{path}.".startswith(gates):
+            linear.extra["bias"] = "drop"
+
+    # A norm that no layer takes in leaves a scale and shift, which give way to the scalar bias.
+    for norm in anatomy.norms:
+        edit = builder.replacements.get(norm.path)
+        if edit is not None and not builder.removes(norm.path):
+            builder.remove(norm.path)
+            builder.settle(norm.path, Outcome("reset", "is reset to a scalar bias"))
 
 
 def _before_activation(builder: PlanBuilder, site: Site) -> bool:
@@ -106,8 +142,14 @@ def _before_activation(builder: PlanBuilder, site: Site) -> bool:
     return bool(final_readers) and all(map(NodeReader(builder.traced).is_activation, final_readers))
 
 
-def _reset(builder: PlanBuilder) -> None:
-    """Plan the paper's initialization, rules 1 and 2, as factors of the weights."""
+def _reset(builder: PlanBuilder, *, zeros: bool, scaled: bool) -> None:
+    """Plan the paper's initialization as factors of the weights.
+
+    Args:
+        builder: The plan in the making.
+        zeros: Whether component 1 is applied: the last layers of branches, and the classifier.
+        scaled: Whether component 2 is applied: the other layers of branches.
+    """
     anatomy = builder.anatomy
     for block in anatomy.included_blocks:
         try:
@@ -119,12 +161,13 @@ def _reset(builder: PlanBuilder) -> None:
         # The last layer of the branch starts at 0. The other m - 1 layers are multiplied by
         # L^(-1/(2m-2)), where L is the number of blocks.
         convs = _branch(anatomy, block, last)
-        builder.linear(last).gain = 0.0
+        if zeros:
+            builder.linear(last).gain = 0.0
         for path in convs:
-            if path != last:
+            if scaled and path != last:
                 builder.linear(path).gain *= len(anatomy.blocks) ** (-1 / (2 * len(convs) - 2))
 
-    if anatomy.classifier and anatomy.takes_part(anatomy.classifier):
+    if zeros and anatomy.classifier and anatomy.takes_part(anatomy.classifier):
         builder.linear(anatomy.classifier).gain = 0.0
 
 

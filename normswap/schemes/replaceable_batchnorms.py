@@ -98,7 +98,13 @@ def readers(
 
 
 def exchanged(step: Step, layer: str, other: str) -> Step:
-    """Return the step with another layer in every edit that places `layer`."""
+    """Return a copy of a step in which every edit that places `layer` places `other`.
+
+    Args:
+        step: The step.
+        layer: The name of the class of layers that is exchanged.
+        other: The name of the class of layers that stands in its place.
+    """
     edits = []
     for edit in step.edits:
         if edit.layer == layer:

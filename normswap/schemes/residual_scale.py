@@ -7,6 +7,10 @@ after the sum, because relu(a z) = a relu(z).
 
 A pre-activation network has no module there. Then the skip keeps the factor 1, and the branches
 hold a: with the stream divided by a_1 ... a_l, block l adds b / (a_1 ... a_l) f(x).
+
+With `--init reset` nothing is compensated in the weights, so that a fresh network starts as the
+rule has it. A pre-activation network whose stream is divided by a_1 ... a_l then multiplies by
+these again wherever a branch, or the head, reads the stream.
 """
 
 import math
@@ -14,20 +18,23 @@ from collections.abc import Callable
 
 from torch import fx
 
+from normswap.errors import OptionError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, attempt, enlarge, propagates_scale
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import inputs
 from normswap.layers.planned_layer import scales_branch
+from normswap.schemes.fresh import scale_readers, without_norms
 from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 from normswap.sites.activations import is_homogeneous
 
-# The published rules: (a, b) of a block, given its number from 1 and the number of all blocks.
-RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
+# The published rules: (a, b) of a block, given its number from 1 and the number of all blocks. Two
+# of them have a number of their own, which may be given.
+RULES: dict[str, Callable[..., tuple[float, float]]] = {
     "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),
-    "szegedy": lambda block, depth: (1.0, 0.2),
-    "hanin": lambda block, depth: (1.0, 0.9**block),
+    "szegedy": lambda block, depth, factor=0.2: (1.0, factor),
+    "hanin": lambda block, depth, factor=0.9: (1.0, factor**block),
     "arpit": lambda block, depth: (1.0, 1 / depth),
     "rescale": lambda block, depth: (
         math.sqrt(1 - 1 / (block + depth)),
@@ -35,40 +42,61 @@ RULES: dict[str, Callable[[int, int], tuple[float, float]]] = {
     ),
 }
 
+_WITH_NUMBER = ("szegedy", "hanin")
+
 # The largest factor of a branch. Half precision ends at 2^16, which the rule `balduzzi` reaches if
 # the branches of 32 blocks hold a.
 LARGEST = 2.0**15
 
 
-def plan(anatomy: Anatomy, *, rule: str) -> PlanBuilder:
+def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> PlanBuilder:
     """Plan the folded network with blocks y = a x + b f(x), with a rule's factors a and b.
 
     Args:
         anatomy: The recorded network.
         rule: The name of the rule, a key of `RULES`.
+        factor: The number of the rules `szegedy` and `hanin`. `rule` stands for the rule's own.
+        init: Whether the function is kept (`keep`), or the weights are, without compensation
+            (`reset`).
+
+    Raises:
+        OptionError: The rule has no number.
     """
     check_blocks(anatomy)
 
+    if factor != "rule" and rule not in _WITH_NUMBER:
+        raise OptionError(
+            f"{spelled('factor', factor)} goes with {spelled('rule', ' or '.join(_WITH_NUMBER))}"
+        )
+    given = {} if factor == "rule" else {"factor": float(factor)}
+
     depth = len(anatomy.blocks)
-    factors = [RULES[rule](block, depth) for block in range(1, depth + 1)]
-    builder = fold_norms(anatomy)
+    factors = [RULES[rule](block, depth, **given) for block in range(1, depth + 1)]
+    resets = init == "reset"
+    builder = without_norms(anatomy) if resets else fold_norms(anatomy)
     scalars: list[tuple[str, float]] = []
 
-    # The factor by which the stream is divided, at each sum so far.
+    # Where a block's skip cannot hold its factor a, the stream behind the block's sum is divided by
+    # a instead. These are the factors by which it is divided so far, at each sum.
     owed: dict[fx.Node, float] = {}
     for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
         if not anatomy.takes_part(block.path):
             continue
         try:
             with attempt(builder):
-                scalars += _scale(builder, block, a, b, owed)
+                scale = _scale_freely if resets else _scale
+                scalars += scale(builder, block, a, b, owed)
         except NotFoldable as why:
             builder.refusals[block.path] = str(why)
 
-    if not builder.refusals:
-        for path, value in scalars:
-            place_scale(builder, path, value, False, layer="FixedScale")
+    if resets:
+        _pay(builder, owed)
 
+    # A plan with refusals is not carried out, so its scalars need no place.
+    if builder.refusals:
+        return builder
+    for path, value in scalars:
+        place_scale(builder, path, alpha=value, bias=False, layer="FixedScale")
     return builder
 
 
@@ -91,17 +119,10 @@ def _scale(
     Raises:
         NotFoldable: A factor has no place, or cannot pass.
     """
-    modules = builder.traced.modules
-    if block.tail is None:
-        raise NotFoldable(no_tail(builder.anatomy, block))
-
-    tail = modules[block.tail]
-    if scales_branch(tail) and tail.bias is not None and block.tail not in builder.replacements:
-        raise NotFoldable(f"it has a scalar that {builder.outcomes.get(block.tail, 'stays')}")
-
+    tail = _tail(builder, block)
     if a == 1:
         enlarge(builder, block.branch, 1 / b, {block.total})
-        return [(block.tail, b)]
+        return [(tail, b)]
 
     after_sum = _after_sum(builder, block)
     if after_sum is None:
@@ -112,13 +133,76 @@ def _scale(
                 f"its skip cannot hold a factor, and {b:.1e} on its branch leaves half precision"
             )
         enlarge(builder, block.branch, 1 / b, {block.total})
-        return [(block.tail, b)]
+        return [(tail, b)]
 
     act, path = after_sum
     enlarge(builder, block.branch, a / b, {block.total})
     enlarge(builder, act, 1 / a, set(builder.traced.users[act]))
 
-    return [(block.tail, b / a), (path, a)]
+    return [(tail, b / a), (path, a)]
+
+
+def _tail(builder: PlanBuilder, block: Block) -> str:
+    """Return the path at the end of a block's branch, where a factor can stand.
+
+    Raises:
+        NotFoldable: There is no such place, or a scalar that stays has it.
+    """
+    if block.tail is None:
+        raise NotFoldable(no_tail(builder.anatomy, block))
+
+    tail = builder.traced.modules[block.tail]
+    if scales_branch(tail) and tail.bias is not None and block.tail not in builder.replacements:
+        raise NotFoldable(f"it has a scalar that {builder.outcomes.get(block.tail, 'stays')}")
+    return block.tail
+
+
+def _scale_freely(
+    builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
+) -> list[tuple[str, float]]:
+    """Return the factors of a block and their paths, with the weights as they are.
+
+    Args:
+        builder: The plan in the making.
+        block: The block.
+        a: The factor of the skip.
+        b: The factor of the branch.
+        owed: The factor by which the stream is divided, at each sum so far. The block's sum is
+            added.
+
+    Raises:
+        NotFoldable: A factor has no place, or is too large.
+    """
+    tail = _tail(builder, block)
+    divided = _owed_before(builder, block, owed)
+    on_branch = b / (a * divided)
+    if on_branch > LARGEST:
+        raise NotFoldable(f"a factor of {on_branch:.1e} on its branch leaves half precision")
+
+    # A module after the sum holds a, or the stream is divided by a from here on.
+    after_sum = _after_sum(builder, block) if a != 1 else None
+    if after_sum is not None:
+        owed[block.total] = divided
+        return [(tail, on_branch), (after_sum[1], a)]
+    owed[block.total] = a * divided
+    return [(tail, on_branch)]
+
+
+def _pay(builder: PlanBuilder, owed: dict[fx.Node, float]) -> None:
+    """Plan that what reads a sum multiplies it by the factor by which it is divided.
+
+    Args:
+        builder: The plan in the making.
+        owed: The factor by which the stream is divided, at each sum.
+    """
+    for block in builder.anatomy.included_blocks:
+        factor = owed.get(block.total, 1.0)
+        if factor == 1:
+            continue
+        try:
+            scale_readers(builder, block.total, factor)
+        except NotFoldable as why:
+            builder.refusals[block.path] = str(why)
 
 
 def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float]) -> float:

@@ -230,6 +230,8 @@ class Scheme:
         paper: The paper that proposes the scheme.
         exact: Whether the function of the network is kept, or a function of the options that tells
             whether it is.
+        resets: A function of the options that tells whether a fresh network is reset, so that there
+            is nothing to fit. None if no option resets it.
         fit: A function fit(task) that sets values of the result from data, in place, if the scheme
             does not keep the function. It may return notes for the user. A batch is a call,
             `batch.call(task.source)`.
@@ -257,6 +259,7 @@ class Scheme:
     plan: Planner
     paper: str = ""
     exact: bool | Callable[[Options], bool] = True
+    resets: Callable[[Options], bool] | None = None
     fit: FitFunction | None = None
     needs_data: bool = False
     takes_all_images: bool = False
@@ -306,7 +309,9 @@ class Chosen:
     @property
     def fits(self) -> bool:
         """Whether the scheme's `fit` is called with these options."""
-        return self.scheme.fit is not None and (self.measures or not self.exact)
+        if self.scheme.fit is None or (self.scheme.resets and self.scheme.resets(self.options)):
+            return False
+        return self.measures or not self.exact
 
     @property
     def measures(self) -> bool:

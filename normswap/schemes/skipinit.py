@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
-from normswap.folding.propagation import NotFoldable, check_linear, last_linear
+from normswap.folding.propagation import NotFoldable, check_linear, distinct, last_linear
 from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.tracing import LINEAR
 from normswap.layers import reparametrized
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.layers.planned_layer import BranchScale, scales_branch
@@ -49,7 +50,8 @@ def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) ->
     """Plan a scalar per branch, a scalar bias per sum, and dropout before the classifier.
 
     The biases start at 0 and stand between a block's sum and the activation after it. A block
-    without that activation (pre-activation) gets none.
+    without that activation (pre-activation) gets none. Every convolution that has no bias gets one
+    of 0 per channel, also in a network that never had norms.
 
     Args:
         anatomy: The recorded network.
@@ -57,7 +59,41 @@ def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) ->
         dropout: The probability of dropping a number. The paper has 0.2 on ImageNet, 0.6 on CIFAR.
     """
     builder = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
+    add_biases(builder)
     return drop_before_classifier(builder, dropout)
+
+
+def add_biases(builder: PlanBuilder) -> None:
+    """Plan a bias of 0 for each convolution that would have none.
+
+    A note names each convolution that cannot be changed.
+    """
+    traced = builder.traced
+    for path in linear_paths(builder.anatomy):
+        linear = traced.linear(path)
+        planned = builder.linears.get(path)
+        gets_one = planned is not None and (bool(planned.reads) or planned.gain != 1)
+        if linear.bias is not None or gets_one or isinstance(linear, nn.Linear):
+            continue
+
+        try:
+            check_linear(builder, path, traced.modules[path])
+        except NotFoldable as why:
+            builder.notes.append(f"{path} gets no bias: {why}")
+        else:
+            builder.linear(path).extra["bias"] = "add"
+
+
+def linear_paths(anatomy: Anatomy) -> list[str]:
+    """Return the paths of the convolutions and linear layers that forward calls, each once.
+
+    Layers that do not take part (`only`, `skip`) are left out.
+    """
+    traced = anatomy.traced
+    paths = [str(node.target) for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
+    return distinct(
+        traced.modules, [path for path in dict.fromkeys(paths) if anatomy.takes_part(path)]
+    )
 
 
 def initial(alpha: str | float, depth: int) -> float | None:
@@ -267,7 +303,7 @@ def place_scale(
     if path in builder.linears or (path in builder.replacements and not is_removed):
         if path in builder.scalars:
             raise RefusedError(f"{path} would need two scalars", "it is the end of two branches")
-        builder.scalars[path] = Then(layer, args)
+        builder.scalars[path] = (Then(layer, args),)
         return
 
     # The old scalar is folded together with its bias, so the new scalar must not keep the bias.

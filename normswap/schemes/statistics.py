@@ -55,7 +55,10 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
         require_no_tokenwise_norms(anatomy, lacking)
         reaches = {"activation": "an activation", "conv": "another layer"}[where]
         why = f"no convolution that is called once and has no norm yet reaches {reaches}"
-        remedy = f"'{spelled('where', 'conv')}' takes every convolution that another layer reads"
+        remedy = ""
+        if where == "activation":
+            wider = spelled("where", "conv")
+            remedy = f"'{wider}' takes every convolution that another layer reads"
         raise RefusedError(lacking, why, remedy)
 
     return builder

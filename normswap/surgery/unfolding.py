@@ -77,6 +77,7 @@ def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
         if edit.path not in converted:
             raise RefusedError(f"cannot unfold {edit.path}", "it is not in the converted network")
         _invert(edit, modules, converted[edit.path])
+    _check_biases(state, tensors, {edit.path for edit in builder.edits() if edit.reads})
 
     source.module.train(network.module.training)
     return source
@@ -236,6 +237,28 @@ def _leave_out(source: nn.Module, names: Collection[str]) -> None:
             for name, parameter in nn.Module.named_parameters(module, recurse=False):
                 if f"{path}.{name}" not in names:
                     parameter.fill_(0.0 if name == "bias" else 1.0)
+
+
+def _check_biases(
+    state: Mapping[str, Tensor], tensors: Mapping[str, Tensor], inverted: Collection[str]
+) -> None:
+    """Check that the source has a place for every learned bias.
+
+    Args:
+        state: The source's tensors, by name.
+        tensors: The converted network's, in its canonical form.
+        inverted: The paths of the layers whose bias a norm of the source takes up.
+
+    Raises:
+        RefusedError: A layer has learned a bias, and its layer in the source has none.
+    """
+    for name, tensor in tensors.items():
+        path, _, kind = name.rpartition(".")
+        is_layers = kind == "bias" and f"{path}.weight" in state and name not in state
+        if is_layers and path not in inverted and tensor.any():
+            raise RefusedError(
+                f"cannot unfold {name}", "it was learned, and no norm of the source can hold it"
+            )
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:

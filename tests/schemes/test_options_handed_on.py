@@ -34,6 +34,8 @@ SILENT = {
     ("groupnorm", "group_size", "groups"): "only one of the two is given",
     ("nf", "stem", "mean"): "mean=keep fits nothing",
     ("nf", "depthwise", "mean"): "mean=keep fits nothing",
+    ("nf", "stem", "init"): "init=reset drops all means, as the paper does",
+    ("nf", "depthwise", "init"): "init=reset drops all means, as the paper does",
     ("centered-weightnorm", "stem", "mean"): "mean=keep fits nothing",
     ("centered-weightnorm", "depthwise", "mean"): "mean=keep fits nothing",
 }

@@ -1,0 +1,104 @@
+"""Fresh networks: norms as the identity, and factors of the residual stream without compensation.
+
+A published initialization begins from weights that were just drawn, and from no norms. So a norm's
+numbers are not folded into the weights here: gamma, beta and the statistics of a fresh BatchNorm
+say nothing, and timm's gammas of 0 would end every branch.
+"""
+
+from torch import fx
+
+from normswap.errors import RefusedError
+from normswap.folding.canonical_form import fold_norms
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable, last_linear, name
+from normswap.graph.inspection import Anatomy, Block
+from normswap.graph.tracing import is_add
+from normswap.plan import Outcome
+from normswap.schemes.skipinit import add_biases, check_blocks, place_scale
+from normswap.sites.activations import is_homogeneous
+
+_IDENTITY = Outcome("become the identity", "becomes the identity, whatever its numbers are")
+
+
+def without_norms(anatomy: Anatomy) -> PlanBuilder:
+    """Plan that every BatchNorm becomes the identity, and that every convolution has a bias.
+
+    Raises:
+        RefusedError: The network has no residual blocks, or the last layer of a branch is all 0.
+    """
+    check_blocks(anatomy)
+    builder = fold_norms(anatomy)
+
+    # Folding has checked that each norm can be removed. What layers would take in is forgotten.
+    norms = {norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called}
+    for linear in builder.linears.values():
+        linear.reads = [read for read in linear.reads if read[0] not in norms]
+    for path in sorted(norms & builder.outcomes.keys()):
+        _remove(builder, path)
+        builder.settle(path, _IDENTITY)
+
+    add_biases(builder)
+    for block in anatomy.included_blocks:
+        _check_weights(builder, block)
+    return builder
+
+
+def _remove(builder: PlanBuilder, path: str) -> None:
+    """Plan that a norm becomes the identity, and the activation behind it leaves its input alone.
+
+    What the activation then reads may be the residual stream, which the skip reads as well.
+    """
+    traced = builder.traced
+    builder.replace(path, "Vacant", in_place=False)
+    for call in traced.calls[id(traced.modules[path])]:
+        for reader in traced.users[call]:
+            if getattr(traced.module(reader), "inplace", False) is True:
+                builder.replace(str(reader.target), "OutOfPlace")
+
+
+def _check_weights(builder: PlanBuilder, block: Block) -> None:
+    """Raise RefusedError if the last layer of a block's branch is all 0."""
+    try:
+        path, _ = last_linear(builder, block.branch, block.total)
+    except NotFoldable:
+        return
+    if not builder.traced.linear(path).weight.any():
+        raise RefusedError(
+            f"{path} is all 0",
+            "a reset begins from weights that were drawn",
+            "Build the network with zero_init_last=False",
+        )
+
+
+def scale_readers(builder: PlanBuilder, node: fx.Node, factor: float) -> None:
+    """Plan that all readers of a residual sum, except further sums, read it times a factor.
+
+    The factor stands where a norm or an identity stood before the activation, or behind the
+    activation, which passes a positive factor.
+
+    Args:
+        builder: The plan in the making.
+        node: The node of the sum.
+        factor: The factor, which is positive.
+
+    Raises:
+        NotFoldable: A reader is no module in whose place the factor can stand.
+    """
+    traced = builder.traced
+    for reader in traced.users[node]:
+        if is_add(reader):
+            continue
+
+        module = traced.module(reader)
+        path = str(reader.target)
+        if module is None or len(traced.calls[id(module)]) > 1 or not _passes(builder, path):
+            raise NotFoldable(f"{name(reader)} reads the residual stream, and can hold no factor")
+        if factor != 1:
+            place_scale(builder, path, factor, False, layer="FixedScale")
+
+
+def _passes(builder: PlanBuilder, path: str) -> bool:
+    """Whether the module at a path, once the plan is carried out, passes a positive factor."""
+    if builder.removes(path):
+        return is_homogeneous(builder.anatomy.site(path).activation)
+    return is_homogeneous(builder.traced.modules[path])

@@ -1,0 +1,129 @@
+"""The start of a fresh normalizer-free ResNet: `nf --init reset` (Brock et al. 2021).
+
+Block l adds alpha f(x / beta_l) with alpha = 0.2, where beta_l^2 is the variance that x has at the
+start by the formula: 1 before the first block, 1 + alpha^2 after a block whose skip is a
+convolution, and alpha^2 more after any other block. The filters are standardized, without means,
+their gains are 1, and a convolution that reads an activation multiplies its filters by the
+activation's gamma, so that it keeps a variance of 1. A learned scalar of 0 ends each branch
+(SkipInit), before alpha.
+"""
+
+import copy
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from normswap.errors import RefusedError
+from normswap.folding.plan_builder import PlanBuilder
+from normswap.folding.propagation import NotFoldable
+from normswap.graph.inspection import Anatomy, Block
+from normswap.plan import Then
+from normswap.schemes.fresh import scale_readers, without_norms
+from normswap.schemes.skipinit import no_tail, place_scale
+from normswap.sites.activations import RELU_FUNCTIONS, is_pool
+
+ALPHA = 0.2
+
+
+def plan_start(anatomy: Anatomy) -> PlanBuilder:
+    """Plan the blocks of a fresh normalizer-free network. Its filters are not planned here.
+
+    Args:
+        anatomy: The recorded network, whose blocks are pre-activation ones.
+
+    Raises:
+        RefusedError: A block has an activation after its sum, for which the paper has no formula.
+    """
+    builder = without_norms(anatomy)
+    for block in anatomy.included_blocks:
+        if block.order == "post":
+            raise RefusedError(
+                f"{block.path} has an activation after its sum",
+                "the paper's blocks begin with the activation",
+                "timm's resnetv2_50 is resnet50 with such blocks",
+            )
+
+    variance = 1.0
+    stream: fx.Node | None = None
+    for block in anatomy.blocks:
+        if anatomy.takes_part(block.path):
+            try:
+                _place(builder, block, stream, 1 / math.sqrt(variance))
+            except NotFoldable as why:
+                builder.refusals[block.path] = str(why)
+
+        variance = (1.0 if block.skip == "projection" else variance) + ALPHA**2
+        stream = block.total
+
+    return builder
+
+
+def _place(builder: PlanBuilder, block: Block, stream: fx.Node | None, factor: float) -> None:
+    """Plan 1 / beta at the start of a block, and at the end of its branch the scalar and alpha.
+
+    Args:
+        builder: The plan in the making.
+        block: The block.
+        stream: The node of the sum before the block. None if there is none.
+        factor: 1 / beta.
+
+    Raises:
+        NotFoldable: There is no place for one of them.
+    """
+    if stream is not None:
+        scale_readers(builder, stream, factor)
+    if block.tail is None:
+        raise NotFoldable(no_tail(builder.anatomy, block))
+
+    place_scale(builder, block.tail, 0.0, False)
+    fixed = Then("FixedScale", {"alpha": ALPHA})
+    if block.tail in builder.scalars:
+        builder.scalars[block.tail] += (fixed,)
+    else:
+        edit = builder.replacements[block.tail]
+        builder.replacements[block.tail] = replace(edit, then=(*edit.then, fixed))
+
+
+def gamma_before(builder: PlanBuilder, path: str) -> float:
+    """Return the gamma of the activation that a convolution reads, or 1 if it reads none.
+
+    Args:
+        builder: The plan in the making.
+        path: The path of the convolution, which is called once.
+    """
+    traced = builder.traced
+    node = traced.main_input(traced.calls[id(traced.modules[path])][0])
+    while node is not None:
+        site = traced.site_at(node)
+        if site is None and node.target in RELU_FUNCTIONS:
+            return gamma(nn.ReLU())
+        if site is not None and site.activation is not None:
+            return gamma(site.activation)
+
+        is_pooled = site is not None and is_pool(site.module)
+        if not (is_pooled or builder.is_identity(node)):
+            # A layer without parameters, such as a SiLU, is taken for an activation.
+            has_none = site is not None and not list(nn.Module.parameters(site.module))
+            return gamma(site.module) if site is not None and has_none else 1.0
+        node = traced.main_input(node)
+    return 1.0
+
+
+def gamma(activation: nn.Module) -> float:
+    """Return 1 / the deviation of an activation of N(0, 1), such as 1.7128585504 of ReLU.
+
+    It is integrated between whole numbers, where usual activations have their kinks.
+    """
+    points, weights = np.polynomial.legendre.leggauss(20)
+    starts = np.arange(-12, 12)
+    z = torch.from_numpy((starts[:, None] + (points + 1) / 2).ravel())
+    density = torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
+    weight = density * torch.from_numpy(np.tile(weights / 2, len(starts)))
+
+    with torch.no_grad():
+        values = copy.deepcopy(activation).eval().to(z)(z.clone())
+    mean = weight @ values
+    return float(1 / (weight @ (values - mean).square()).sqrt())
