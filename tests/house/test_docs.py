@@ -183,6 +183,11 @@ OTHER_TOOLS = {
     "--onnx",
     "--strongly",
     "--no",
+    # timm's train.py, validate.py and avg_checkpoints.py
+    "--checkpoint",
+    "--data-dir",
+    "--experiment",
+    "--model",
     # accelerate launch
     "--multi-gpu",
     "--num-machines",

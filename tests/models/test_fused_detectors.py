@@ -8,11 +8,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from docs_pages import ROOT, blocks
-from PIL import Image
+from support.detectors import write_squares
 from support.model_sources import same
 from torch import nn
 
@@ -32,25 +31,6 @@ TRAINING = (
 )
 
 
-def write_images() -> None:
-    """Write grey photographs, each with one bright square, and where it is."""
-    drawn = np.random.default_rng(0)
-    for folder in ("images", "labels"):
-        Path(folder).mkdir()
-
-    for number in range(COUNT):
-        pixels = drawn.integers(0, 90, (SIDE, SIDE, 3), dtype=np.uint8)
-        top, left = drawn.integers(0, SIDE - 48, 2)
-        pixels[top : top + 48, left : left + 48] = drawn.integers(160, 255, 3)
-        Image.fromarray(pixels).save(f"images/{number}.png")
-        middle = f"{(left + 24) / SIDE:.4f} {(top + 24) / SIDE:.4f} {48 / SIDE:.4f} {48 / SIDE:.4f}"
-        Path(f"labels/{number}.txt").write_text(f"0 {middle}\n")
-
-    Path("data.yaml").write_text(
-        f"path: {Path.cwd()}\ntrain: images\nval: images\nnames: {{0: square}}\n"
-    )
-
-
 @torch.no_grad()
 def boxes(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.eval()(x)[0]
@@ -64,7 +44,7 @@ def test_a_fused_detector_is_trained_again(
     from ultralytics.nn.tasks import DetectionModel
 
     monkeypatch.chdir(tmp_path)
-    write_images()
+    write_squares(tmp_path, SIDE, COUNT)
     page = {
         block.file: block.text for block in blocks(ROOT / "docs" / "your_loop.md") if block.file
     }
