@@ -213,13 +213,15 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
 def of_report(report: Report) -> Body:
     """Describe a report, and say of each error whether it is within the tolerance.
 
-    The agreement of approximate results on noise is left out, as it says nothing.
+    Args:
+        report: The report. Its figures are of noise, but for `kept`, which is of images.
     """
     body = dataclasses.asdict(report) | {"verdict": report.verdict}
     if report.kept is not None:
         body["kept"] |= {"least": report.kept.least, "said": str(report.kept)}
 
     for error in body["logits"]:
+        # How often an approximate result gives the same answer to noise says nothing of images.
         if not report.exact:
             error |= {"agreement": None, "answer": "", "axis": None}
         allowed = report.tolerance.get(error["precision"], math.inf)

@@ -115,6 +115,22 @@ class Interpreter:
         return apply(record, node, args, kwargs)
 
 
+def _interpreters(models: Sequence[nn.Module], first: Example) -> list[Interpreter]:
+    """Return an interpreter of each network, recorded on the first batch.
+
+    Raises:
+        SourceError: A network does not run on the batch.
+    """
+    try:
+        return [Interpreter(model, first) for model in models]
+    except TraceError as error:
+        raise SourceError(
+            "the calibration images do not fit the network",
+            error.why or error.what,
+            remedy_for(first),
+        ) from None
+
+
 class Lockstep:
     """Networks in eval mode that advance together, node by node.
 
@@ -133,33 +149,31 @@ class Lockstep:
     def __init__(
         self, models: Sequence[nn.Module], batches: Iterable[object], *, mirrored: int = 0
     ) -> None:
-        self.batches: list[list[Values]] = []
-        # The number of the user's images, and the number of stored ones with the mirror images.
-        self.images = self.rows = 0
         examples = checked(models[0], batches)
         first = next(examples, None)
         if first is None:
             raise SourceError("0 calibration images", "at least 2 are needed")
 
         self.first = first
-        try:
-            self.interpreters = [Interpreter(model, first) for model in models]
-        except TraceError as error:
-            raise SourceError(
-                "the calibration images do not fit the network",
-                error.why or error.what,
-                remedy_for(first),
-            ) from None
-        # A forward that is written for one batch size cannot run on parts of the batch.
-        whole = not all(network_input.runs(model, first.first(1)) for model in models)
-
-        for model in models:
-            run(model, (first if whole else first.first(1)).map(torch.clone))
         self.device = first.images.device
+        self.interpreters = _interpreters(models, first)
+        # The index of the node before which each network stands.
         self.reached = [0] * len(models)
 
+        # A forward that is written for one batch size cannot run on parts of the batch.
+        takes_parts = all(network_input.runs(model, first.first(1)) for model in models)
+        # A forward that fails says here what is wrong, before anything is stored.
+        trial = first.first(1) if takes_parts else first
+        for model in models:
+            run(model, trial.map(torch.clone))
+
+        self.batches: list[list[Values]] = []
+        # The number of the user's images.
+        self.images = 0
+        # The number of stored images: the user's, and the mirror images of some.
+        self.rows = 0
         for batch in itertools.chain([first], examples):
-            for example in [batch] if whole else parts(batch, self.device):
+            for example in parts(batch, self.device) if takes_parts else [batch]:
                 self._store(example)
                 if self.images < mirrored and example.mirrors:
                     self._store(example.map(lambda images: images.flip(-1)))

@@ -128,6 +128,20 @@ def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
     return scales
 
 
+def _about_mean(means: Numbers, squares: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the means and the mean squares of channels about their mean over all images.
+
+    Args:
+        means: The mean of each channel in each image, (N, C).
+        squares: The mean square of each channel in each image, (N, C).
+    """
+    centre = means.mean(0)
+    apart = means - centre
+    # A mean square is no smaller than the squared mean. Rounding can make it smaller in a constant
+    # channel, whose mean would then outweigh all others.
+    return apart, np.maximum(squares - 2 * centre * means + centre**2, apart**2)
+
+
 @dataclass(frozen=True)
 class NormInputs:
     """The inputs of a norm with G groups of c channels, and the cost of errors there.
@@ -164,8 +178,8 @@ class NormInputs:
             groups: The number of groups of the result's GroupNorm.
             eps: The eps of the result's GroupNorm.
         """
-        # A squared error of 1 in a channel's input changes the norm's output by `effect`. Only the
-        # ratios between channels matter.
+        # The norm's scale is gamma / deviation. A squared error of 1 in a channel's input changes
+        # the norm's output by the scale's square. Only the ratios between channels matter.
         scale, _ = site_of(norm).scale_and_shift
         _, variance = site_of(norm).input_moments
         on_cpu = torch.stack([scale, variance.to(scale)]).detach().cpu().double()
@@ -173,24 +187,17 @@ class NormInputs:
         effect = scales**2
         effect = effect / max(effect.max(), 1e-30)
 
-        # Take the moments about the mean over all images.
-        all_means: Numbers = means.double().numpy()
-        all_squares: Numbers = squares.double().numpy()
-        centre = all_means.mean(0)
-        apart = all_means - centre
-        # A mean square is no smaller than the squared mean. Rounding can make it smaller in a
-        # constant channel, whose mean would then outweigh all others.
-        about_centre = np.maximum(all_squares - 2 * centre * all_means + centre**2, apart**2)
-
         # Part the channels into groups, and scale each to its running variance.
+        apart, about_mean = _about_mean(means.double().numpy(), squares.double().numpy())
         by_group = (len(apart), groups, -1)
         centred = apart.reshape(by_group).swapaxes(0, 1)
-        energy = about_centre.reshape(by_group).swapaxes(0, 1)
+        energy = about_mean.reshape(by_group).swapaxes(0, 1)
         ratio = np.sqrt(variances / np.maximum(energy.mean(1), 1e-30))[:, None]
         centred = centred * ratio
         energy = energy * ratio**2
 
-        # The result's eps, in units of the mean variance of all groups, for each group.
+        # The eps that counts for a group is the result's, times the group's mean variance over that
+        # of all groups. It is no less than the source's.
         mean_var = variances.mean(1, keepdims=True)
         share = mean_var / max(mean_var.mean(), 1e-30)
         own_eps = np.maximum(eps * share, site_of(norm).eps)

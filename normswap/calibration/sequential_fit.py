@@ -144,7 +144,7 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
     Returns:
         For each layer its node in the source, its node in the result, its path and the module.
     """
-    boxes = behind_choice(theirs)
+    boxes = after_suppression(theirs)
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
 
     layers = []
@@ -174,10 +174,11 @@ def estimates(module: nn.Module, source: nn.Module) -> bool:
     return site_of(module).is_batchnorm and site_of(source).averages
 
 
-def behind_choice(record: Traced) -> set[fx.Node]:
-    """Return the nodes behind non-maximum suppression.
+def after_suppression(record: Traced) -> set[fx.Node]:
+    """Return the nodes that compute with the boxes that non-maximum suppression kept.
 
-    Their rows are boxes, and the values of the network decide which box a row is.
+    Scores decide which boxes are kept, and in which order. So row i of two networks may hold two
+    different boxes, and these rows cannot be compared.
     """
     boxes: set[fx.Node] = set()
     for node in record.nodes:

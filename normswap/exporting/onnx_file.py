@@ -365,8 +365,12 @@ def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
         return
 
     for description, value in message.ListFields():
+        # A field of numbers or text holds no tensor.
         if description.message_type is None:
             continue
-        for inner in [value] if hasattr(value, "ListFields") else value:
-            if hasattr(inner, "ListFields"):
-                yield from _tensors(inner)
+        # The field is one message, or a list of them. A map is passed over: it yields its keys.
+        is_message = hasattr(value, "ListFields")
+        parts = [value] if is_message else list(value)
+        for part in parts:
+            if hasattr(part, "ListFields"):
+                yield from _tensors(part)

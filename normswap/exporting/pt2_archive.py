@@ -348,7 +348,7 @@ def _contents(archive: Pt2Archive, entries: _Entries) -> Iterator[tuple[str, byt
 
     program = _OLD_PROGRAM if archive.old else _PROGRAM
     yield f"{root}{program}", json.dumps(archive.program).encode()
-    # Without inputs, torch makes no Python source of guards on them.
+    # From sample inputs torch would write guards as Python source, and run it. So none are given.
     samples = _OLD_SAMPLES if archive.old else _SAMPLES
     yield f"{root}{samples}", b""
 

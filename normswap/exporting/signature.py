@@ -77,6 +77,7 @@ class Signature:
                 for name, value in outputs.items()
             }
 
+        # The form of the call is kept, without its tensors.
         return cls(example.hollow, tuple(taken), tuple(outputs), whole=True)
 
     def example(self, tensors: Sequence[Tensor]) -> Example:

@@ -76,7 +76,7 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
 
     # The writers can be checked only now that all values of the stream are known.
     for path in stream.linears:
-        _check_linear(builder, stream, path)
+        _check_can_leave_mean_out(builder, stream, path)
     for path in [*stream.tensors]:
         _check_tensor(builder, stream, path)
     return stream
@@ -186,7 +186,7 @@ def _add_scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
     stream.scales[linear] = path, outputs
 
 
-def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
+def _check_can_leave_mean_out(builder: PlanBuilder, stream: Stream, path: str) -> None:
     """Raise NotFoldable if a linear layer that writes to the stream cannot leave the mean out."""
     linear = builder.traced.modules[path]
     check_linear(builder, path, linear)
@@ -196,7 +196,9 @@ def _check_linear(builder: PlanBuilder, stream: Stream, path: str) -> None:
         )
 
     # Every output of the layer, or of the LayerScale behind it, must be a value of the stream.
-    _, outputs = stream.scales.get(path, ("", builder.traced.calls[id(linear)]))
+    outputs = builder.traced.calls[id(linear)]
+    if path in stream.scales:
+        _, outputs = stream.scales[path]
     if any(output not in stream.values for output in outputs):
         raise NotFoldable(f"{path} writes to it, and elsewhere too")
 

@@ -291,8 +291,11 @@ def _named_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) ->
 def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
     """Return a few patterns that name all of `paths` and, if possible, none of `others`.
 
-    A path is a pattern by itself if every wider pattern would name one of `others`.
+    A path is a pattern by itself if every wider pattern would name one of `others`. What is inside
+    of `paths` is no other, as these paths name it, too.
     """
+    paths = list(paths)
+    others = [other for other in others if not any(matches(path, other) for path in paths)]
     chosen: list[str] = []
     for path in paths:
         if any(matches(pattern, path) for pattern in chosen):

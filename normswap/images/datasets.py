@@ -317,7 +317,7 @@ def open_images(
         part = place or f"the part {split} of {data}"
         notes.append(f"images of {part}")
 
-    names = _names(dataset)
+    names = _label_by_name(dataset)
     outputs: dict[int, int] = {}
     if names and labelled is not False:
         class_names = record.get("label_names") or []
@@ -442,8 +442,8 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
         raise SourceError(f"{data} is not a dataset of images", first_line(error), remedy) from None
 
 
-def _names(dataset: object) -> Mapping[str, int]:
-    """Return the number of each label by its name. Empty if the labels have no names."""
+def _label_by_name(dataset: object) -> Mapping[str, int]:
+    """Return the label of each class by the class's name. Empty if the classes have no names."""
     for holder in (getattr(dataset, "reader", None), dataset):
         for attribute in ("class_to_idx", "class_name_to_idx"):
             names = getattr(holder, attribute, None)
@@ -577,15 +577,23 @@ def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
     """Return the folder or tar in `folder` with the first of these names that exists, or None."""
     for name in names:
         for path in (folder / name, folder / f"{name}.tar"):
-            if path.exists() and _is_part(path):
+            if path.exists() and _is_split(path):
                 return path
     return None
 
 
-def _is_part(path: Path) -> bool:
-    """Return whether a folder is a part of a dataset, and not a class folder of the same name."""
+def _is_split(path: Path) -> bool:
+    """Return whether a path named as a split (`train`, `val` ...) is one.
+
+    A folder of that name may hold the images of a class instead. It is a split if only splits
+    stand beside it, or if it has folders of its own, one for each class.
+
+    Args:
+        path: The file or folder.
+    """
     if path.is_file():
         return True
+
     beside = {other.name for other in path.parent.iterdir() if other.is_dir()}
     return beside <= {*TRAIN, *VALIDATION} or any(other.is_dir() for other in path.iterdir())
 
@@ -634,6 +642,7 @@ class CsvReader(ReaderImageFolder):
 
         try:
             ordered = sorted({label for _, label in pairs}, key=natural_key)
+        # A label may hold more digits than Python reads as a number.
         except ValueError as error:
             what = f"{file} has a label that cannot be put in order"
             raise SourceError(what, first_line(error)) from None

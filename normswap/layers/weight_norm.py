@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class WeightNorm(PlannedLayer):
     """W = g v / |v| per filter, by torch's parametrization. g is |W|, so the function is kept.
 
-    A filter of zeros gets g = 0 and the direction that it had before folding, so that it can learn.
+    A gamma of 0 leaves a filter of zeros, whose v has no direction. Such a filter gets g = 0, and
+    for v the filter from before folding, so that g can learn.
     """
 
     NAMES = {"weight": "parametrizations.weight.original1"}

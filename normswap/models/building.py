@@ -92,7 +92,7 @@ class BuildRequest:
     trained: bool = False
 
     def arguments(self, num_classes: str = "num_classes", in_chans: str = "in_chans") -> Cfg:
-        """Return all of it as keyword arguments.
+        """Return the request as keyword arguments for the function that builds the network.
 
         Args:
             num_classes: The builder's word for the number of classes. By default it is timm's.

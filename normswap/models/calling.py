@@ -143,7 +143,10 @@ class Example:
 
     @property
     def only_images(self) -> bool:
-        """Whether one tensor, or one list of tensors, is all that can differ from call to call."""
+        """Whether the call has one tensor, or one list of tensors, and constants besides.
+
+        Then another call of the same form differs by its images alone.
+        """
         lists = [value for value in self._values() if isinstance(value, list)]
         if lists:
             return len(lists) == 1 and all(isinstance(entry, Tensor) for entry in lists[0])

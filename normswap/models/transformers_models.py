@@ -112,9 +112,10 @@ def _optional(place: str, filename: str) -> Path | None:
 
 
 def _check_stated(stated: Cfg, origin: str) -> None:
-    """Raise SourceError if a key of a config that normswap reads has another type.
+    """Raise SourceError if a config has a value of a type that normswap cannot read.
 
-    A file that names no type of model is left to `_config`, which says what there is.
+    Only a config that names its type of model is checked. `_config` refuses the others, and lists
+    the types that there are.
 
     Args:
         stated: The config.

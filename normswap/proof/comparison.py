@@ -235,7 +235,10 @@ class _Comparison:
         self._judge_inside(example, outputs, others)
 
     def _judge_each_output(self, example: Example, outputs: Outputs, others: Outputs) -> None:
-        """Hold each of several outputs to what half precision costs that output by itself.
+        """Judge each of several outputs in half precision by a tolerance of its own.
+
+        The tolerance is what half precision alone costs that output of the source. Outputs above
+        the format's rounding are added to `inside`, with their tolerance.
 
         Args:
             example: The call.
@@ -720,7 +723,8 @@ class _Comparison:
         """
         precise = self.precise
         if precise is not None and math.isinf(self.own_change):
-            # The number of boxes that the source itself finds depends on the last digit.
+            # The source itself gives another number of boxes when its input changes in the last
+            # digit, so nothing can be compared in this precision.
             self.remarks.append(
                 f"in {self.precision} the outputs change their shape when the input changes in its"
                 " last digit"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -332,9 +332,10 @@ class OutputDistances:
         return max(self.by_output, key=lambda name: self.by_output[name].relative_l2, default="")
 
     def error(self) -> Error:
-        """Return the error of the output that differs most, with the least agreement of any output.
+        """Return the error of the output that differs most.
 
-        It is infinite where the names of the outputs differ, or there are none.
+        Its agreement is the least of all outputs, which may be another output's. The error is
+        infinite where the names of the outputs differ, or there are none.
         """
         agreement, answer = self.least_agreement()
         if not self._are_named_alike or not self.by_output:
@@ -416,23 +417,39 @@ def class_axes(outputs: Mapping[str, Tensor], anatomy: Anatomy | None) -> dict[s
         outputs: The outputs by name.
         anatomy: The anatomy of the network. None where it cannot be had.
     """
-    scores = {
-        name: value
-        for name, value in outputs.items()
-        if value.is_floating_point() and value.ndim > 1
-    }
-    widths = frozenset[int]() if anatomy is None else anatomy.widths
     if anatomy is not None and anatomy.features:
         return {}
 
-    map_sizes = {value.shape[2:] for value in scores.values() if value.ndim > 3}
+    candidates: dict[str, Tensor] = {}
+    for name, value in outputs.items():
+        if value.is_floating_point() and value.ndim > 1:
+            candidates[name] = value
+
+    widths = frozenset[int]() if anatomy is None else anatomy.widths
+    map_sizes = {value.shape[2:] for value in candidates.values() if value.ndim > 3}
     axes: dict[str, int] = {}
-    for name, value in scores.items():
-        is_row = value.ndim == 2 and not widths
-        # Classes are in dimension 1, or last.
-        fitting = [axis for axis in (1, value.ndim - 1) if value.shape[axis] in widths or is_row]
+    for name, value in candidates.items():
+        axis = _class_axis(value, widths)
         has_one_size = value.ndim < 4 or len(map_sizes) == 1
-        if fitting and value.shape[fitting[0]] > 1 and has_one_size:
-            axes[name] = fitting[0]
+        if axis is not None and value.shape[axis] > 1 and has_one_size:
+            axes[name] = axis
 
     return axes
+
+
+def _class_axis(value: Tensor, widths: Collection[int]) -> int | None:
+    """Return the axis of an output that has as many entries as a last linear layer gives, or None.
+
+    Args:
+        value: The output.
+        widths: The numbers of channels that last linear layers give. If it is empty, the classes of
+            a row (N, classes) are in its dimension 1.
+    """
+    if not widths:
+        return 1 if value.ndim == 2 else None
+
+    # Classes are in dimension 1, or last.
+    for axis in (1, value.ndim - 1):
+        if value.shape[axis] in widths:
+            return axis
+    return None

@@ -228,7 +228,8 @@ def _source(network: Network) -> tuple[Network | None, list[str]]:
     """Open the recorded source of a network.
 
     Returns:
-        The source, or None if it cannot be opened or is not what it was; a note says so.
+        The source, and notes for the report. The source is None if it cannot be opened, or if its
+        tensors have changed since the conversion; a note says which.
     """
     result = network.module
     record = network.provenance

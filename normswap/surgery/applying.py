@@ -25,8 +25,10 @@ from normswap.proof.running import Replacements
 from normswap.sites.site import site_of
 from normswap.surgery import deploying, learning
 
+# The numbers of channels or features that layers of torch state.
+_WIDTHS = ("in_channels", "out_channels", "in_features", "out_features", "num_features")
 
-# For a module of a result, the function that builds it anew in float64.
+
 def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> nn.Module:
     """Return a new model of the same class, as it is after these steps.
 
@@ -79,6 +81,7 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
         new = memo[id(original)] = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
             learning.follow(model, edit, original, reads, new)
+            _keep_widths(original, new)
         if site_of(original).is_norm and not isinstance(new, type(original)):
             gone.append(edit.path)
 
@@ -89,6 +92,22 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
     deploying.keep_as_deployed(result, gone)
     return result
+
+
+def _keep_widths(old: nn.Module, new: nn.Module) -> None:
+    """Give a new layer, in place, the widths of the old one that it does not state itself.
+
+    Blocks read them without a call: timm's the `in_channels` of a branch, others the
+    `num_features` of a norm.
+
+    Args:
+        old: The module that stood at the path.
+        new: The module that stands there now.
+    """
+    for name in _WIDTHS:
+        width = getattr(old, name, None)
+        if isinstance(width, int) and not hasattr(new, name):
+            setattr(new, name, width)
 
 
 def _like(
@@ -159,7 +178,7 @@ def doubles(
         # A module is built when its forward begins. A parameter is built at once.
         if isinstance(old, nn.Module):
             placed_module = result.get_submodule(new_path)
-            replacements[placed_module] = partial(_double, edit, old, reads, like)
+            replacements[placed_module] = partial(_layer_in_double, edit, old, reads, like)
             continue
         value = _replacement(edit, old, reads, like)
         if isinstance(value, torch.Tensor):
@@ -168,8 +187,12 @@ def doubles(
     return replacements, tensors
 
 
-def _double(edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor) -> nn.Module:
-    """Return the layer of an edit in float64, for `running.by_parts`.
+def _layer_in_double(
+    edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor
+) -> nn.Module:
+    """Return the module that an edit puts in the place of `old`, made in float64.
+
+    `running.by_parts` runs the result in float64 with these modules in the place of its own.
 
     Args:
         edit: The edit.

@@ -20,7 +20,7 @@ from normswap.errors import (
 )
 from normswap.folding import norm_free
 from normswap.folding.overwriting import aliasing_conflicts
-from normswap.folding.plan_builder import PlanBuilder, counts
+from normswap.folding.plan_builder import NEVER_CALLED, PlanBuilder, counts
 from normswap.graph.anatomy import CALLS_BATCH_NORM, Anatomy, naming, patterns, restrict
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
@@ -50,7 +50,8 @@ class ConvertOptions(TypedDict, total=False):
     ghost_batch: int
     group_size: int
     groups: int
-    init: Literal["keep", "fixup"]
+    factor: Literal["rule"] | float
+    init: Literal["keep", "reset", "fixup", "zeros", "scaled"]
     like: str | nn.Module
     mean: Literal["fit", "keep"]
     relative_eps: float
@@ -63,12 +64,13 @@ def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanB
     """Plan one step of a conversion.
 
     Args:
-        anatomy: The anatomy of the network before the step.
+        anatomy: The recorded network before the step.
         to: The name of a scheme.
         options: The options of the scheme, by their names in Python.
 
     Returns:
-        The step, and its builder, which has outcomes and notes.
+        The step, and the builder that made it. The builder knows what becomes of each norm, and
+        what the user should be told.
 
     Raises:
         OptionError: The scheme or the option is not known.
@@ -180,6 +182,8 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if builder.outcomes:
         remedy = f"They are what `{to}` would place. Name another scheme"
+    if builder.outcomes and set(builder.outcomes.values()) == {NEVER_CALLED}:
+        remedy = "Forward calls none of them, so the network computes without norms"
     if any(norm.averages for norm in norms):
         images = f"'{spelled('calibrate', metavar='DATA')}' (images, no labels needed)"
         remedy = f"{images} replaces them by what they do on average, on the way to {to}"

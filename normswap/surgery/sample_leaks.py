@@ -391,14 +391,18 @@ class _LeakTrial:
             others_changed: The output f(a, b') with the other samples changed.
             later: Whether it is the output of the batch after the step.
         """
+        # f(a', b), where the sample itself is changed and the others are kept.
         kept_changed = self._others["kept"][later].get(name, others_changed)
         if kept_changed.shape != value.shape:
             return torch.ones_like(value, dtype=torch.bool)
 
+        # A number that moves with the sample and with the others depends on both. Several numbers,
+        # or a truth value, are no sum over samples.
         moved = self._moved(value, others_changed) & self._moved(value, kept_changed)
         if value.numel() > 1 or value.dtype == torch.bool or not bool(moved.any()):
             return moved
 
+        # f(a', b'), where everything is changed. The two differences are equal if f is a sum.
         all_changed = self._others["all"][later].get(name, value)
         change = value - kept_changed
         change_beside_others = others_changed - all_changed

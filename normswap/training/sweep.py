@@ -319,7 +319,9 @@ class Sweep:
         """
         name = f"normswap {self.place.resolve().name}"
         why = ""
+        # Workers that start together may find the database locked, or half made, and wait a little.
         for attempt in range(_ATTEMPTS):
+            time.sleep(attempt * 0.2)
             try:
                 self.storage = self._storage(url)
                 return self.optuna.create_study(
@@ -328,7 +330,6 @@ class Sweep:
             # A database's driver raises errors of its own.
             except Exception as error:
                 why = first_line(error)
-            time.sleep(attempt * 0.2)
         raise SourceError(f"{url} is no storage of sweeps", why)
 
     def _storage(self, url: str) -> optuna.storages.RDBStorage:

@@ -143,3 +143,12 @@ def test_exchanged_colours_are_found_by_the_surer_answers(name: str) -> None:
 
     assert finding.name == "preprocessing"
     assert "BGR" in finding.evidence
+
+
+def test_surer_answers_name_what_else_could_explain_them() -> None:
+    model = opened("demo")
+
+    (finding,) = normswap.diagnose(model, images=blue_first(model, images(model))).faults
+
+    assert finding.certainty is Certainty.LIKELY
+    assert "No fault if the network answers most of these images wrongly" in finding.evidence

@@ -57,6 +57,7 @@ ELSEWHERE = {
     "mixup_probability": "tests/training/test_recipe_keys.py",
     "mixup_switch": "tests/training/test_recipe_keys.py",
     "mixup_off": "tests/training/test_recipe_keys.py",
+    "repeats": "tests/training/test_engine.py",
 }
 # Keys that say nothing beside another one, with the reason.
 SILENT = {

@@ -27,14 +27,15 @@ def run(
 
     `normswap.param_groups` makes the groups for an optimizer; kim2022 sorts the gammas by their
     place in the network (Kim et al. 2022), timm spares whatever is 1-D. --json lists every
-    parameter. Weights do not matter: what is named, and is no path, is built without.
+    parameter. A MODEL given by name is built with random weights, as their values do not matter.
     """
-    # The values of the weights do not matter, so no weights are downloaded.
+    # Nothing is downloaded, as only names and shapes count.
     is_path = Path(model.removeprefix("local-dir:")).exists()
+    without_weights = opening
     if opening.weights == "pretrained" and not is_path:
-        net = replace(opening, weights="random").open(model)
-    else:
-        net = opening.open(model)
+        without_weights = replace(opening, weights="random")
+    net = without_weights.open(model)
+
     from torch import nn
 
     from normswap.analysis.weight_decay import POLICIES, by_role, roles
@@ -47,6 +48,7 @@ def run(
         "parameters": [asdict(assignment) for assignment in assignments],
         "frozen": sum(not parameter.requires_grad for parameter in nn.Module.parameters(net)),
     }
+    # The next step that is printed: a training with this policy.
     words = opening.words(model)
     show(body, json, _print, "finetune", *words, "--recipe", "RECIPE", "--data", "IMAGES")
     return 0

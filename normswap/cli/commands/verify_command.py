@@ -298,9 +298,10 @@ def _print_report(body: Body, compared: tuple[tuple[str, object], ...]) -> None:
         compared: The first lines, which name the two networks.
     """
     report = body["report"]
-    result = verdict(report)
-    if body["data"] and not report["exact"]:
-        result = "measured on images, below"
+    # A conversion that is approximate has no verdict on noise where images are there: the figures
+    # on these images are printed instead, below.
+    is_judged_by_images = body["data"] and not report["exact"]
+    result = "measured on images, below" if is_judged_by_images else verdict(report)
     facts(*compared, ("result", result))
     if body["source_unchanged"] is False:
         say(
