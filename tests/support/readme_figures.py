@@ -26,11 +26,11 @@ def installation() -> str:
         return tenths(number(cell) / 1000)
 
     return (
-        f"On Linux, pip downloads {gigabytes(linux['download, MB'])} GB and fills"
-        f" {gigabytes(linux['disk, MB'])} GB of disk; CUDA's libraries take"
-        f" {gigabytes(for_gpus['disk, MB'])} GB of the {gigabytes(linux['disk, MB'])}. To save"
-        " these, install torch's [CPU build](https://pytorch.org/get-started/locally/) first. On"
-        f" macOS and Windows, pip downloads {gigabytes(macos['download, MB'])} GB."
+        "On Linux, torch's CUDA build makes this a download of"
+        f" {gigabytes(linux['download, MB'])} GB ({gigabytes(linux['disk, MB'])} GB on disk)."
+        " torch's [CPU build](https://pytorch.org/get-started/locally/), installed first, saves"
+        f" {gigabytes(for_gpus['disk, MB'])} GB of disk. On macOS and Windows, pip downloads"
+        f" {gigabytes(macos['download, MB'])} GB."
     )
 
 
@@ -46,10 +46,10 @@ def demo() -> str:
         f"On all 10,000 test images of CIFAR-10 the source has {tenths(source)} % top-1, and"
         f" `groupnorm` has {top1('groupnorm', '1000 images')} % once fitted to 1,000 training"
         f" images. Without a fit, `groupnorm` has {top1('groupnorm')} % and the plain norm"
-        f" (`--relative-eps 0`) {top1('groupnorm --relative-eps 0')} %. By hand, a GroupNorm with"
-        f" gamma and beta copied takes no time and has {top1('gamma, beta copied')} %; Opacus'"
-        " `ModuleValidator.fix`, which makes new ones,"
-        f" {top1('Opacus ModuleValidator.fix')} %."
+        f" (`--relative-eps 0`) {top1('groupnorm --relative-eps 0')} %. A GroupNorm with copied"
+        f" gamma and beta, which takes no time, has {top1('gamma, beta copied')} %. Opacus'"
+        " `ModuleValidator.fix`, which inserts newly initialized GroupNorms, has"
+        f" {top1('Opacus ModuleValidator.fix')} %"
     )
 
 
@@ -63,12 +63,12 @@ def normalizes() -> str:
     above = [task for task in frozen if number(groupnorm[task]) > number(frozen[task])]
     assert above == ["policy"]
     return (
-        f"An EfficientNet-Lite0 has {top1('skipinit')} % top-1 on 500 ImageNet photographs,"
-        f" {top1('groupnorm')} % as `groupnorm`, {top1('groupnorm --groups 32')} % in 32 groups,"
-        f" and {top1('groupnorm --relative-eps 0')} % as the plain norm (`--relative-eps 0`)."
-        " `groupnorm` does not raise accuracy: it ends above `frozen-bn` on one of the"
-        f" {_numeral(len(frozen))} tasks below, the policy, and there within the spread of the"
-        " seeds."
+        f"On 500 ImageNet photographs an EfficientNet-Lite0 has {top1('skipinit')} % top-1."
+        f" `groupnorm` has {top1('groupnorm')} % in one group and"
+        f" {top1('groupnorm --groups 32')} % in 32; the plain norm (`--relative-eps 0`) has"
+        f" {top1('groupnorm --relative-eps 0')} %. `groupnorm` does not raise accuracy. It ends"
+        f" above `frozen-bn` on one of the {_numeral(len(frozen))} tasks below, the policy, by less"
+        " than the spread of the seeds."
     )
 
 
@@ -93,11 +93,11 @@ def folds() -> str:
 
 def found_by_the_comparison() -> str:
     """Return how many planted errors the comparison found."""
-    found = re.search(r"on (\d+) networks: (\d+ of \d+) detected", text("summary.md"))
+    found = re.search(r"on (\d+) networks: (\d+) of (\d+) detected", text("summary.md"))
     assert found
     return (
-        f"In {found[1]} networks one channel of one norm was made wrong by 1 %: the comparison"
-        f" found {found[2]}."
+        f"In {found[3]} trials on {found[1]} networks, one channel of one norm was changed by 1 %;"
+        f" the comparison detected {found[2]} of {found[3]}, in float64."
     )
 
 
@@ -140,17 +140,19 @@ def measured() -> list[str]:
             f" [{folded[2]}](tests/lab/coverage/summary.md) | torch.fx's fuser: {by_torch[1]} |"
         ),
         (
-            "| networks of torchvision, transformers, Ultralytics, MONAI and others that do, of"
-            f" {_elsewhere()} | [{_elsewhere()}](tests/lab/coverage/wild.md) | not tried |"
+            "| networks of torchvision, transformers, Ultralytics, MONAI and others that fold"
+            f" exactly, of {_elsewhere()} | [{_elsewhere()}](tests/lab/coverage/wild.md) | not"
+            " tried |"
         ),
         (
-            "| CIFAR-10 test images, of 10,000, with the source's class: three networks, exported"
-            " in fp32 | [10,000](tests/lab/benchmarks/export.md) | `torch.onnx.export`: 10,000 |"
+            "| fp32 exports of three networks: CIFAR-10 test images with the source's class, of"
+            " 10,000 each | [10,000](tests/lab/benchmarks/export.md) | `torch.onnx.export`:"
+            " 10,000 |"
         ),
         (
-            "| int8 in ONNX Runtime, five networks: most top-1 lost, in points |"
-            f" [{most_lost(onnx, 'of ours')}](tests/lab/benchmarks/int8.md) | its own quantizer:"
-            f" {most_lost(onnx, 'of tool')} |"
+            "| int8 in ONNX Runtime (weights of 7 bits), five networks: most top-1 lost, in"
+            f" points | [{most_lost(onnx, 'of ours')}](tests/lab/benchmarks/int8.md) | its own"
+            f" quantizer: {most_lost(onnx, 'of tool')} |"
         ),
         (
             "| the same: speed as a multiple of fp32's, one thread |"
@@ -168,7 +170,7 @@ def measured() -> list[str]:
             f" {most_lost(litert, 'of tool')} |"
         ),
         (
-            "| both: speed as a multiple of their own quantizers' |"
+            "| OpenVINO and LiteRT: speed as a multiple of their own quantizers' |"
             f" [{min(ratios):.2f} to {max(ratios):.2f}](tests/lab/benchmarks/int8.md) | 1 |"
         ),
     ]
@@ -193,9 +195,9 @@ def ends() -> str:
     trained = number(ended("BatchNorm")["shifted"])
     blurred = row_of("recalibrate.md", network="resnet18_narrow", shift="blurred, 5 x 5")
     return (
-        f"On blurred images it learns: BatchNorm ends at {trained} %, and `recalibrate` alone,"
-        f" without training, goes from {tenths(blurred['top-1'])} to"
-        f" {tenths(blurred['recalibrated'])} %."
+        f"On blurred images BatchNorm learns, and ends at {trained} %. `recalibrate` reaches"
+        f" {tenths(blurred['recalibrated'])} % there without training (from"
+        f" {tenths(blurred['top-1'])} % on all test images)."
     )
 
 
