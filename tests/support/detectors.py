@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+import normswap
 from normswap.sites import affine
 
 
@@ -29,6 +30,21 @@ def lived_in_detector(description: str) -> Any:
     for _ in range(8):
         model(torch.randn(4, 3, 64, 64))
     return model.eval()
+
+
+def opened_detector(description: str, file: Path) -> nn.Module:
+    """Return such a detector as it is opened from a file that Ultralytics wrote.
+
+    Args:
+        description: The file that describes the network, such as yolov8n.yaml.
+        file: The file to write, a .pt.
+    """
+    from ultralytics import YOLO
+
+    wrapper: Any = YOLO(description)
+    wrapper.model = lived_in_detector(description)
+    wrapper.save(file)
+    return normswap.open(f"ultralytics:{file}")
 
 
 def write_squares(folder: Path, side: int, count: int) -> Path:

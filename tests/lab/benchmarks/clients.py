@@ -29,7 +29,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from docs_pages import ROOT, blocks
-from support.detectors import lived_in_detector, write_squares
+from support.detectors import opened_detector, write_squares
 
 import normswap
 from normswap import shipped
@@ -287,12 +287,7 @@ def wrapper(folder: Path) -> nn.Module:
 
 def detector(folder: Path) -> nn.Module:
     """Return a detector of Ultralytics, read from a file that Ultralytics wrote."""
-    from ultralytics import YOLO
-
-    description = YOLO(DETECTOR)
-    description.model = lived_in_detector(DETECTOR)
-    description.save(folder / "source.pt")
-    return normswap.open(f"ultralytics:{folder / 'source.pt'}")
+    return opened_detector(DETECTOR, folder / "source.pt")
 
 
 # The networks of clients that take a kind of their own; the others train `demo`.
