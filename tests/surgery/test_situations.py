@@ -205,6 +205,7 @@ CONVERTED = {
     "a sigmoid of two ways": Converted(TwoWays),
     "unpooling": Converted(Unpools),
     "unpooling with ties": Converted(Unpools, TIES),
+    "a norm is asked for its width": Converted(AsksWidth),
 }
 
 
@@ -269,11 +270,6 @@ REFUSED: dict[str, tuple[Callable[[], object], type[NormswapError], str]] = {
         lambda: torch.export.export(live(Base), (IMAGES,)).module(),
         SourceError,
         "exported program.*that it was made from",
-    ),
-    "a norm is asked for its width": (
-        lambda: live(AsksWidth),
-        RefusedError,
-        "no attribute 'num_features'",
     ),
     "a gamma is read twice": (lambda: live(ReadsGamma), RefusedError, "norm.weight is read"),
 }
