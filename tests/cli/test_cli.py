@@ -229,6 +229,17 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     assert load_file("edited/model.safetensors")["layer2.0.bn2.alpha"].item() == 0.25
 
 
+def test_a_plan_file_that_exists_is_replaced_by_force_alone(here: Path) -> None:
+    words = ["convert", MODEL, "--to", "skipinit", "--dry-run", "--plan", "plan.json"]
+    Path("plan.json").write_text("mine")
+
+    assert main(words) == 2
+    assert Path("plan.json").read_text() == "mine"
+
+    assert main([*words, "--force"]) == 0
+    assert json.loads(Path("plan.json").read_text())["steps"]
+
+
 def test_norms_are_counted_by_the_edits_that_are_left(capfd: Capture, here: Path) -> None:
     words = ["convert", MODEL, "--only", "layer1", "--dry-run", "--plan", "plan.json"]
     run_json(capfd, *words, "--to", "groupnorm")
