@@ -186,6 +186,10 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "infinite mean": (fill("running_mean", float("inf"), part=slice(2, 3)), "not-finite"),
     "NaN in a gamma": (fill("weight", float("nan"), part=slice(0, 1)), "not-finite"),
     "mean and variance exchanged": (mixed_up, "negative-variance"),
+    "one negative variance": (
+        fill("running_var", -0.1, part=slice(0, 1)),
+        "negative-variance",
+    ),
     "variances of 0": (fill("running_var", 0.0), "zero-variance"),
     "half of the variances are 0": (
         fill("running_var", 0.0, part=slice(0, None, 2)),
