@@ -145,3 +145,7 @@ def test_factors_on_the_rate_are_multiplied() -> None:
         factor = by_layer[name]["lr"] / plain[name]["lr"] * of_scalars[name]["lr"]
         assert both[name]["lr"] == pytest.approx(factor), name
     assert len({both[name]["lr"] for name in names}) > len({by_layer[name]["lr"] for name in names})
+
+    # The scalars of five blocks stand in five layers.
+    rates = [by_layer[name]["lr"] for name in names if name.endswith(".alpha")]
+    assert len(rates) == len(set(rates)) == 5
