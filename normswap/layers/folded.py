@@ -57,7 +57,8 @@ def folded(
     Args:
         old: The linear layer or convolution, y = W x + b.
         reads: The modules that are absorbed.
-        like: An empty tensor of the model's dtype. If that is float64, so is the copy.
+        like: An empty tensor of the model's dtype. The copy is in float64 if the model is, and
+            else in the dtype of `old`.
         bias: Whether a bias of 0 is added to a copy that would have none, or any bias is dropped.
         absorptions: How the modules are absorbed, and the factors (`_absorbing`).
     """

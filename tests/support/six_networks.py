@@ -68,15 +68,10 @@ SIX: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class TwoSums(nn.Module):
-    """A module of two residual branches, one after the other, as transformers have them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 1)
-        self.bn2 = nn.BatchNorm2d(channels)
+class TwoSums(PostAct):
+    """The layers of `PostAct` as two residual branches, one after the other, as transformers have
+    them.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.bn1(self.conv1(x.relu()))
