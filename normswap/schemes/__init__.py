@@ -140,10 +140,19 @@ def of(step: Step) -> Chosen:
     return chosen(step.scheme, step.options)
 
 
-def are_exact(steps: Iterable[Step]) -> bool | None:
+def are_exact(steps: Iterable[Step]) -> bool:
+    """Whether all steps keep the function of the network.
+
+    Raises:
+        OptionError: A scheme is not known here.
+    """
+    return all(of(step).exact for step in steps)
+
+
+def are_exact_if_known(steps: Iterable[Step]) -> bool | None:
     """Whether all steps keep the function of the network, or None if a scheme is not known here."""
     try:
-        return all(of(step).exact for step in steps)
+        return are_exact(steps)
     except OptionError:
         return None
 

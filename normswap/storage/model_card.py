@@ -125,7 +125,7 @@ def render(
     source = record.source if base else PurePath(record.source).name
     sha256 = f" (tensors' SHA-256 {_code_span(record.sha256)})" if record.sha256 else ""
     measured = "Not verified since the last change to its weights.\n"
-    is_exact = schemes.are_exact(record.plan.steps)
+    is_exact = schemes.are_exact_if_known(record.plan.steps)
     if is_exact is None:
         is_exact = report is None or report.exact
     if report:

@@ -426,7 +426,7 @@ def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
 
     steps = last.plan.steps[-len(conversions) :]
     earlier = source.provenance.plan.steps
-    exact = all(schemes.of(step).exact for step in steps)
+    exact = schemes.are_exact(steps)
 
     precise = None
     if exact:

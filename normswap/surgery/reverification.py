@@ -95,7 +95,7 @@ def again(source: Network, result: nn.Module) -> Report:
         VerificationError: One of them does not run.
     """
     steps = Network(result).provenance.plan.steps
-    exact = all(schemes.of(step).exact for step in steps)
+    exact = schemes.are_exact(steps)
     claims = applying.claims(steps)
     report = comparison.compare_networks(source, result, exact=exact, claims=claims)
     return decided_by_plan(source, result, report, claims=claims)
@@ -124,7 +124,7 @@ def decided_by_plan(
         traced: Whether blocks are compared, too.
     """
     steps = provenance.of(result).plan.steps
-    is_exact = report.exact and all(schemes.of(step).exact for step in steps)
+    is_exact = report.exact and schemes.are_exact(steps)
     if report.passed or not steps or not is_exact or not _is_what_is_planned(source.module, result):
         return report
 
