@@ -208,51 +208,6 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
     assert all(distance(answers[0], other) <= 1e-5 for other in answers[1:])
 
 
-def test_the_sidecar_says_what_is_left_to_do(tmp_path: Path) -> None:
-    """A caller who follows it, with Pillow and numpy only, gets what the source gives after timm's
-    own transform.
-    """
-    import io
-    import tarfile
-
-    import numpy as np
-    from PIL import Image
-    from timm.data import create_transform
-
-    model = checkpoint.open_model(str(shipped.FOLDER))
-    with tarfile.open(shipped.FOLDER / "images.tar") as tar:
-        member = next(m for m in tar.getmembers() if m.isfile())
-        file = tar.extractfile(member)
-        assert file is not None
-        image = Image.open(io.BytesIO(file.read())).convert("RGB").resize((90, 70))
-    expected = run(model, create_transform(**zoo.data_config(model))(image)[None])
-    for normalize in (False, True):
-        place = tmp_path / f"{normalize}.pt2"
-        done = normswap.export(model, place, normalize=normalize)
-        told = json.loads(done.sidecar.read_text())
-        short = min(told["resize"]["to"])
-        (_, height, width) = told["input"]["size"]
-        scale = short / min(image.size)
-        way = Image.Resampling[told["resize"]["interpolation"].upper()]
-        small = image.resize((int(image.size[0] * scale), int(image.size[1] * scale)), way)
-        left = round((small.size[0] - width) / 2)
-        top = round((small.size[1] - height) / 2)
-        pixels = (
-            np.asarray(small.crop((left, top, left + width, top + height)), np.float32).transpose(
-                2, 0, 1
-            )
-            / 255
-        )
-        assert (told["normalize"] is None) is normalize
-        if told["normalize"]:
-            mean, std = (
-                np.float32(told["normalize"][key]).reshape(3, 1, 1) for key in ("mean", "std")
-            )
-            pixels = (pixels - mean) / std
-        runs = formats.get("pt2").open(place)
-        assert distance(expected, runs(torch.from_numpy(pixels)[None])) <= 1e-4
-
-
 @pytest.mark.parametrize(
     "form",
     [

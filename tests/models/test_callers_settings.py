@@ -5,26 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_settings import settings
 from torch import nn
 
 import normswap
 from normswap.models.modes import full_precision
 
 IMAGES = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-def settings() -> dict[str, Any]:
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "only warns": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "float32 products": torch.get_float32_matmul_precision(),
-        "gradients": torch.is_grad_enabled(),
-        "inference": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "autocast dtype": torch.get_autocast_dtype("cpu"),
-        "threads": torch.get_num_threads(),
-    }
 
 
 @pytest.fixture(params=["as torch has them", "others", "deterministic"])
