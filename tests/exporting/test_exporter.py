@@ -30,7 +30,6 @@ from normswap import shipped
 from normswap.errors import NormswapError, OptionError, OutputError, RefusedError, VerificationError
 from normswap.exporting import formats, sidecar
 from normswap.exporting.exported_module import FileContents
-from normswap.models import zoo
 from normswap.storage import checkpoint
 
 OTHERS = ("coreml", "executorch", "litert", "ncnn")  # they have tests of their own
