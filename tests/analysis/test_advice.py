@@ -42,6 +42,7 @@ def preactivated() -> nn.Module:
     ).eval()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("make", "batch", "purpose", "chosen", "refused"),
     [

@@ -84,6 +84,7 @@ def test_norms_of_other_kinds_have_no_shares(source: nn.Module, images: Tensor) 
     assert site_of_norm(own, images)["removed"] is None
 
 
+@pytest.mark.slow
 def test_a_saved_conversion_tells_its_shares(tmp_path: Path, capfd: Capture) -> None:
     converted = str(tmp_path / "converted")
     run_json(capfd, "convert", "demo", "--to", "groupnorm", "-o", converted)

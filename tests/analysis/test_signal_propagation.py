@@ -110,6 +110,7 @@ def as_the_theory_has_it(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_nf_resnet50_follows_the_analytic_variance() -> None:
     model = as_the_theory_has_it(fresh("nf_resnet50"))
 
@@ -355,6 +356,7 @@ def slope(role: str) -> float:
     return float(np.polyfit(powers, updates, 1)[0])
 
 
+@pytest.mark.slow
 def test_the_signal_at_initialization_is_the_papers() -> None:
     for row in of_papers(12, 200, 2, ((16, 8),)):
         assert np.mean(row.ratios) == pytest.approx(1, rel=0.15), (row.name, row.formula)
@@ -363,6 +365,7 @@ def test_the_signal_at_initialization_is_the_papers() -> None:
     assert slope("last") > -1
 
 
+@pytest.mark.slow
 def test_awake_revives_what_timm_zeroes() -> None:
     nfnet = {"channels": (256, 256, 256, 256)}
     for name, args in (

@@ -135,6 +135,7 @@ def test_membership_is_the_papers(name: str) -> None:
     check(model, list(groups.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("seen_once")
 def test_nf_gains_do_not_decay_except_with_timm() -> None:
     model = skeleton("nf_resnet50")
@@ -228,7 +229,7 @@ CONVERTED = [
 
 @pytest.mark.usefixtures("seen_once")
 @pytest.mark.parametrize(("name", "scheme", "options", "expected"), CONVERTED)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_converted_networks(
     name: str, scheme: str, options: dict[str, Any], expected: dict[str, int]
 ) -> None:
@@ -358,6 +359,7 @@ def test_shared_and_parametrized_weights() -> None:
     check(model, param_groups(model))
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.sampled_from([1, 1, 4, 7]), max_size=5))
 def test_what_has_one_number_for_each_channel_is_no_weight(sizes: list[int]) -> None:
     """Whatever its shape: a class token (1, 1, C), a scale (1, C, 1, 1)."""

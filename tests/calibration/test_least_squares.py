@@ -283,6 +283,7 @@ def test_fitting_repairs_and_is_reproducible(arch: str, scheme: str) -> None:
     assert all(module.training is model.training for module in results[0].model.modules())
 
 
+@pytest.mark.slow
 def test_nf_has_timms_convolutions_whose_filters_sum_to_zero() -> None:
     model = narrow("resnetv2_18")
     done = conversion.convert(model, "nf", calibrate=images(), input_size=(3, 32, 32), stem="fit")

@@ -234,6 +234,7 @@ def test_the_share_of_eps_is_what_was_asked_for_in_every_group(
         assert float(values[:, group].mean(0).abs().max()) < 0.05 * float(values[:, group].std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick(["preact", "plain"], ["preact"]))
 def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str) -> None:
     """Trained networks, and 300 images that were not seen."""

@@ -203,6 +203,7 @@ def of_all_at_once(name: str) -> Any:
     return LAWS[name]([X])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", quick(LAWS, DEFAULT_LAWS))
 @settings(max_examples=2)
 @example(cuts=[COUNT - 1])

@@ -162,6 +162,7 @@ def test_few_images_scale_nothing() -> None:
         assert all(torch.equal(before[name], t) for name, t in network_.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", quick(["nf", "centered-weightnorm"], ["nf"]))
 def test_zero_sum_filters_lose_less_when_rescaled(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()

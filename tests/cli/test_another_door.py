@@ -128,6 +128,7 @@ def test_one_conversion_by_every_door(row: Row, here: Path, capfd: Capture) -> N
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_one_recalibration_by_both_doors(here: Path, capfd: Capture) -> None:
     some = ("--data", "demo", "--samples", "40", "--batch-size", "20", "--workers", "0")
     run_json(capfd, "recalibrate", MODEL, *some, "-o", "typed")
@@ -143,6 +144,7 @@ def test_one_recalibration_by_both_doors(here: Path, capfd: Capture) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_accuracy_and_one_proof_by_both_doors(here: Path, capfd: Capture) -> None:
     images = ("--data", "demo", "--samples", "60", "--workers", "0")
     body = run_json(capfd, "evaluate", MODEL, *images)
@@ -161,6 +163,7 @@ def test_one_accuracy_and_one_proof_by_both_doors(here: Path, capfd: Capture) ->
     )
 
 
+@pytest.mark.slow
 def test_one_file_by_both_doors(here: Path, capfd: Capture) -> None:
     checkpoint.save(normswap.convert(small(layers=(1, 1, 1, 1)), "folded"), Path("small"))
     run_json(capfd, "export", "small", "-o", "typed.pt2", "--normalize", "--softmax")

@@ -313,6 +313,7 @@ def test_default_output_is_named_after_the_source(
     assert last_part(source) == name
 
 
+@pytest.mark.slow
 def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> None:
     fit = ("--to", "groupnorm", "--relative-eps", "0", "--calibrate", IMAGES, "--samples", "2")
 
@@ -345,6 +346,7 @@ def test_verify_against_another(capfd: Capture, converted: Path) -> None:
     assert (verdict, then) == ("PROVED", f"next: normswap export {folded} -o folded.onnx")
 
 
+@pytest.mark.slow
 def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, converted: Path) -> None:
     file = shipped.FOLDER / "model.safetensors"
     shaped: list[str] = []
@@ -361,6 +363,7 @@ def test_verify_opens_the_other_network_as_it_is_told_to(capfd: Capture, convert
     assert not run_json(capfd, "verify", str(converted / "folded"), *random, code=1)["passed"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("path", ["layer2.0.conv1", "layer3.0.downsample.0"])
 def test_verify_names_the_layer_that_was_changed(
     path: str, capfd: Capture, converted: Path, here: Path
@@ -373,6 +376,7 @@ def test_verify_names_the_layer_that_was_changed(
     assert f"WRONG: they differ, first at {path} (" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_verify_says_how_far_training_went_and_gives_no_verdict(
     capfd: Capture, converted: Path, here: Path
 ) -> None:
@@ -414,6 +418,7 @@ def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Pat
     )
 
 
+@pytest.mark.slow
 def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Path) -> None:
     shutil.copytree(shipped.FOLDER, here / "source")
 
@@ -439,6 +444,7 @@ def test_verify_says_that_the_source_changed_or_is_gone(capfd: Capture, here: Pa
     refused(("verify", "out"), ("the source cannot be opened", "--against MODEL"), here, capfd)
 
 
+@pytest.mark.slow
 def test_as_much_as_is_asked_for_must_be_kept(capfd: Capture, converted: Path, here: Path) -> None:
     assert main(["convert", MODEL, "--to", "groupnorm", "--relative-eps", "0", "-o", "other"]) == 0
 
@@ -705,6 +711,7 @@ def test_of_many_values_the_first_are_shown(values: list[int], text: str) -> Non
     assert tables.few(values) == text
 
 
+@pytest.mark.slow
 def test_spp_before_and_after_a_conversion(here: Path, capfd: Capture) -> None:
     assert main(["convert", MODEL, "--to", "skipinit", "-o", "after"]) == 0
 

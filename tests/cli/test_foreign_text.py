@@ -39,6 +39,7 @@ def obeyed(text: str) -> set[str]:
     return {character for character in text if printable(character, lines=True) != character}
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_a_printable_text_shows_all_that_is_visible_and_nothing_else(text: str) -> None:
     shown = printable(text)
@@ -155,6 +156,7 @@ def test_names_in_a_directory(here: Path, capsys: Capture) -> None:
         assert not obeyed(captured.out + captured.err)
 
 
+@pytest.mark.slow
 def test_inspect_of_a_file_with_hostile_metadata(here: Path, capsys: Capture) -> None:
     assert main(["export", DEMO, "-o", "net.onnx"]) == 0
     model = onnx.load("net.onnx")

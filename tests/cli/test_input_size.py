@@ -44,6 +44,7 @@ def test_without_it_the_error_names_it(name: str, capsys: pytest.CaptureFixture[
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_it_is_said_once(name: str, capsys: pytest.CaptureFixture[str], undrawn: None) -> None:
     """What is written knows the size: nobody has to say it again."""
     assert main(["convert", name, *SIZE, "--to", "folded", "-o", "out"]) == 0

@@ -316,6 +316,7 @@ LATE: list[Mistake] = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mistake", LATE, ids=lambda mistake: mistake[0])
 def test_a_mistake_is_one_line(mistake: Mistake, here: Path, capfd: Capture) -> None:
     _, lay, arguments, said = mistake

@@ -73,6 +73,7 @@ TAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(TAKES, ["two"]))
 def test_to_a_verified_file(
     name: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch

@@ -179,6 +179,7 @@ def test_every_command_has_a_row() -> None:
     assert {*REPEATED} | {*ELSEWHERE} == {*SUMMARIES}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "command", quick(REPEATED, ["inspect", "schemes", "decay", "recipes", "spp", "advise"])
 )

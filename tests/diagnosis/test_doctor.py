@@ -379,6 +379,7 @@ def frozen_in_training(*, is_long: bool) -> tuple[nn.Module, list[torch.Tensor]]
     return net.eval(), [draw()[0] for _ in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_images", [False, True])
 @pytest.mark.parametrize("is_long", quick([False, True], [False]))
 def test_a_training_that_ended_with_frozen_statistics_is_no_fault(
@@ -481,7 +482,7 @@ ALONE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [*NETWORKS, *ZOO, *ALONE])
 def test_a_healthy_network_has_no_fault(name: str) -> None:
     model = ALONE[name]() if name in ALONE else opened(name)

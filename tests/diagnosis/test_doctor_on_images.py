@@ -147,7 +147,7 @@ PLANTED: dict[str, tuple[Plant, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_planted_fault_is_named(fault: str) -> None:
     plant, name, words = PLANTED[fault]
     model = trained()
@@ -196,6 +196,7 @@ SUBTLE: dict[str, tuple[Plant, str, str]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", SUBTLE)
 def test_a_cause_is_named_where_no_norm_by_itself_is_far_off(fault: str) -> None:
     plant, name, words = SUBTLE[fault]
@@ -209,6 +210,7 @@ def test_a_cause_is_named_where_no_norm_by_itself_is_far_off(fault: str) -> None
     assert words in diagnosis.faults[0].evidence
 
 
+@pytest.mark.slow
 def test_the_line_for_deviations_mends_every_norm() -> None:
     model = trained()
     batches = roots(model, images(model))
@@ -326,6 +328,7 @@ def test_what_one_half_of_the_images_moves_the_answers_by_is_chance() -> None:
     assert [*drift._many_small_drifts(with_calls(case, half_dark), drifts)] == []
 
 
+@pytest.mark.slow
 def test_statistics_that_hardly_move_the_answers_are_no_fault() -> None:
     """Every image comes twice, once in either half, so that chance is nothing."""
     model = trained()

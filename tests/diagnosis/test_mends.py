@@ -48,7 +48,7 @@ def test_small_numbers_are_no_fault() -> None:
 
 
 @pytest.mark.parametrize("fault", IN_WEIGHTS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Capture) -> None:
     """As a user has the network: in a file of weights beside the name of its architecture."""
     plant, name = FAULTS[fault]
@@ -72,6 +72,7 @@ def test_a_finding_is_mended_by_its_command(fault: str, here: Path, capfd: Captu
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "wrong_values"),
     [

@@ -48,6 +48,7 @@ def trained_in_eval() -> tuple[nn.Module, list[Tensor], Tensor]:
     return net, list(x.split(64)), y
 
 
+@pytest.mark.slow
 def test_a_network_that_was_trained_in_eval_mode_is_right_as_it_is(
     trained_in_eval: tuple[nn.Module, list[Tensor], Tensor],
 ) -> None:
@@ -133,6 +134,7 @@ def test_only_what_no_sound_network_stores_is_certain(fault: str) -> None:
         assert is_certain == (finding.name in WITHOUT_DOUBT), finding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["demo", "plain"])
 def test_exchanged_colours_are_found_by_the_surer_answers(name: str) -> None:
     model = opened("demo") if name in NETWORKS else copy.deepcopy(zoo_networks.trained(name))
@@ -145,6 +147,7 @@ def test_exchanged_colours_are_found_by_the_surer_answers(name: str) -> None:
     assert "BGR" in finding.evidence
 
 
+@pytest.mark.slow
 def test_surer_answers_name_what_else_could_explain_them() -> None:
     model = opened("demo")
 

@@ -61,6 +61,7 @@ def opened(file: Path) -> nn.Module:
     return exported.network() if exported else checkpoint.open_model(str(file))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", quick(FILES, ("onnx", "pixels")))
 def test_a_file_classifies_images_as_the_checkpoint_does(name: str, tmp_path: Path) -> None:
     ending, options = FILES[name]
@@ -196,6 +197,7 @@ def test_verify_names_the_layer_of_a_file_that_is_off(
     assert f", {named}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_where_a_runtime_gives_no_inner_values_verify_looks_for_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +221,7 @@ def test_where_a_runtime_gives_no_inner_values_verify_looks_for_the_weights(
     assert (figures.passed, figures.place) == (False, "")
 
 
+@pytest.mark.slow
 def test_the_commands_take_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def printed(*arguments: str, code: int = 0) -> str:
         assert main(arguments) == code
@@ -312,6 +315,7 @@ def maps():
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "command"), [("classifier", "evaluate"), ("encoder", "verify"), ("maps", "verify")]
 )

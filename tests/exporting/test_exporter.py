@@ -67,6 +67,7 @@ def check(model: nn.Module, file: Path, x: Tensor, dtype: str = "fp32", batch: i
     assert distance(run(model, x), run_alone(file, form, x, batch=batch)) <= FIGURES[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", forms(*FORMATS))
 def test_a_file_computes_what_the_source_computes_alone(form: str, tmp_path: Path) -> None:
     model, x = network()
@@ -109,6 +110,7 @@ def plain_nodes() -> dict[str, int]:
         return normswap.export(network()[0], Path(folder) / "b.pt2", input_size=(3, 64, 64)).nodes
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "scheme",
     quick(["nf", "tune", "weightnorm", "groupnorm", "fixup", "skipinit"], ["nf", "groupnorm"]),
@@ -129,6 +131,7 @@ def test_every_scheme_is_folded_first(scheme: str, tmp_path: Path) -> None:
         assert done.nodes == plain
 
 
+@pytest.mark.slow
 def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
     model, _ = network()
     folded = normswap.convert(model, "folded", input_size=(3, 64, 64)).model
@@ -149,6 +152,7 @@ def test_what_has_nothing_to_fold_is_exported_as_it_is(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     import onnx
 
@@ -178,6 +182,7 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     assert distance(run(model, images), formats.get("onnx").open(file)(images)) <= 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", quick(FORMATS, ["onnx", "pt2"]))
 def test_fp16(form: str, tmp_path: Path) -> None:
     model, x = network()
@@ -189,6 +194,7 @@ def test_fp16(form: str, tmp_path: Path) -> None:
     assert distance(run(model, x), torch.cat([runs(one) for one in x.split(1)])) <= FIGURES["fp16"]
 
 
+@pytest.mark.slow
 def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
     """Whatever the format, the arithmetic is float32, on weights that each format rounds alike."""
     model, x = network()
@@ -207,6 +213,7 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
     assert all(distance(answers[0], other) <= 1e-5 for other in answers[1:])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "form",
     [
@@ -235,6 +242,7 @@ def test_a_file_with_one_wrong_tensor_gets_no_name(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_old_file_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = network()
     file = tmp_path / "net.pt2"
@@ -355,6 +363,7 @@ BAD: list[tuple[str, Callable[[], nn.Module], dict[str, Any], type[NormswapError
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "make", "options", "kind", "match"),
     BAD,
@@ -415,6 +424,7 @@ def test_what_cannot_be_folded_is_not_exported(tmp_path: Path) -> None:
         normswap.export(model, tmp_path / "net.pt2", input_size=(3, 64, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [None, "demo"])
 def test_a_check_on_noise_only_is_said(
     data: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

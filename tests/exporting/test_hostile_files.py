@@ -452,6 +452,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @crossed("change, command", ENTRIES, COMMANDS, ids=name_of)
 def test_an_archive_with_prepared_entries_is_refused(
@@ -466,6 +467,7 @@ def test_an_archive_with_prepared_entries_is_refused(
     assert str(file) in message
 
 
+@pytest.mark.one_in(3)
 @crossed("change, command", PROGRAMS, COMMANDS, ids=name_of)
 def test_a_prepared_graph_is_refused(
     change: Callable[[Program], None], command: str, tmp_path: Path, capfd: Capture
@@ -609,6 +611,7 @@ def same(one: object, two: object) -> bool:
     return all(torch.equal(torch.as_tensor(left), torch.as_tensor(right)) for left, right in pairs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:No complete tensor found")
 @pytest.mark.parametrize("name", PROGRAMS_OF_USERS)
 def test_a_file_of_torch_opens_as_before(name: str, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_a_small_network_in_onnx(tmp_path: Path) -> None:
     assert {prop.key for prop in onnx.load(file).metadata_props} >= {"source", "preprocess"}
 
 
+@pytest.mark.slow
 def test_scores_are_not_rounded(tmp_path: Path) -> None:
     """Bytes with one step have 256 values at most."""
     made(tmp_path / "net.onnx")
@@ -108,6 +109,7 @@ def largest(file: Path) -> set[int]:
     return {int(abs(values.astype(int)).max()) for values in found}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ending", quick(["onnx", "xml", "pt2"], ["onnx"]))
 @pytest.mark.parametrize(("bits", "levels"), [(7, {63, 64}), (8, {127})])
 def test_weights_have_the_bits_that_are_asked_for(
@@ -154,6 +156,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_weights_in_pt2(once: Path) -> None:
     """Integers of 7 bits, of every layer and each of its channels, and nothing of them in fp32
     beside that.
@@ -179,6 +182,7 @@ def test_what_is_written_with_pt2(once: Path) -> None:
     assert "import torch.ao.quantization.fx._decomposed before" in body["notes"][0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_ranges_in_pt2(normalize: bool, tmp_path: Path) -> None:
     """255 steps from the least to the largest number of all images; and weights as small as they

@@ -51,6 +51,7 @@ def test_the_folded_network_is_proven_in_its_place(
             run()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.pt2"

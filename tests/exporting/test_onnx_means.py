@@ -32,6 +32,7 @@ class Calls(nn.Module):
         return self.two(self.what(self.one(x)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("what", "kinds"),
     [
@@ -74,6 +75,7 @@ def test_means(what: Callable[[Tensor], Any], kinds: dict[str, int]) -> None:
         torch.testing.assert_close(torch.from_numpy(y), network(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "sides", [(), (12,), (12, 12), (6, 6, 6)], ids=["rows", "series", "maps", "volumes"]
 )

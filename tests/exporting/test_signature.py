@@ -166,6 +166,7 @@ def test_an_answer_beside_nested_tensors_may_stray_as_far_as_its_rounding(tmp_pa
     assert 1e-5 < done.figures.relative_l2 < done.figures.tolerance
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> None:
     """Nothing is said about inputs; the sidecar tells of the images, and of everything that comes

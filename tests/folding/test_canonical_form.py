@@ -40,6 +40,7 @@ def trained(model: nn.Module, alpha: float | None = None) -> None:
                 module.alpha.fill_(alpha)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fold_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
@@ -63,6 +64,7 @@ def test_fold_is_exact_or_refused(case: Case) -> None:
     assert set(batchnorms(result)) == left
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_skipinit_is_exact_or_refused(case: Case) -> None:
     model, x = build(case)
@@ -221,6 +223,7 @@ def test_scalars_fold_where_they_can(name: str, alpha: float) -> None:
 architectures = pytest.mark.parametrize("arch", NORM_FREE)
 
 
+@pytest.mark.one_in(3)
 @architectures
 def test_folded_exactly(arch: str) -> None:
     model, x = norm_free(arch)

@@ -82,6 +82,7 @@ def folded(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     return applying.apply_step(model, planned), builder.outcomes
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", STAY)
 def test_exact(name: str) -> None:
     model, x = small(name)
@@ -109,6 +110,7 @@ def test_exact(name: str) -> None:
         plan_step(inspect(result), "folded")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("harm", ["gamma", "beta"])
 @pytest.mark.parametrize("name", ["vit", "swin", "convnext"])
 def test_every_gamma_and_beta_counts(name: str, harm: str) -> None:

@@ -274,7 +274,7 @@ NARROWER["swin_tiny_patch4_window7_224"] = {"embed_dim": 24}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_anatomy_of(row: Row) -> None:
     model = timm.create_model(row.arch, **NARROWER.get(row.arch, {}))
     seen = inspect(model)

@@ -261,6 +261,7 @@ def test_what_cannot_be_copied_is_converted_and_keeps_no_trace() -> None:
     assert distance(run(model, x), run(done.model, x)) <= EXACT
 
 
+@pytest.mark.slow
 def test_a_levit_that_has_been_used() -> None:
     torch.manual_seed(0)
     model = lived_in(

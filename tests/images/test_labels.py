@@ -208,6 +208,7 @@ def test_commands_say_how_labels_were_read(
     assert "note: labels by name: 2 of the network's 10 classes" in printed
 
 
+@pytest.mark.slow
 def test_commands_refuse_names_that_partly_match(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +224,7 @@ def test_commands_refuse_names_that_partly_match(
     refused(("verify", "folded", *data), words, tmp_path, capfd)
 
 
+@pytest.mark.slow
 def test_fitting_takes_any_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Labels are not needed, nor as many classes as the network has."""
     for number in range(8):

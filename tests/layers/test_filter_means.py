@@ -112,6 +112,7 @@ def _losses(model: nn.Module, batch: tuple[Tensor, Tensor], updates: int) -> lis
     return losses
 
 
+@pytest.mark.slow
 def test_nf_with_means_learns_as_skipinit_does(
     demo: nn.Module, batch: tuple[Tensor, Tensor]
 ) -> None:

@@ -45,6 +45,7 @@ def test_timm_thaws_what_was_frozen(arch: str, kind: type[nn.Module]) -> None:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize(
     ("arch", "scheme"),
@@ -111,6 +112,7 @@ def test_folded_then_prepared_then_quantized() -> None:
     assert error < 0.1
 
 
+@pytest.mark.slow
 def test_a_merged_branch_states_the_widths_that_timm_reads() -> None:
     torch.manual_seed(0)
     source = timm.create_model("repvgg_a0", num_classes=3).eval()

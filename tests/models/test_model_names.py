@@ -139,6 +139,7 @@ def hugging_face(place: Path, **config: Any) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_a_factory(here: Path, run: Run, fails: Run, undrawn: None) -> None:
     words = ("--arch-arg", "width=6", "--num-classes", 4, "--input-size", "3,48,48")
     run("convert", "users_nets:make", *words, "--to", "folded", "-o", "a")
@@ -189,6 +190,7 @@ def test_a_directory_cannot_have_a_factory_imported(here: Path, fails: Run) -> N
     assert "users_nets" not in sys.modules
 
 
+@pytest.mark.slow
 def test_torchvision_with_a_weights_file(here: Path, run: Run) -> None:
     source = torchvision.models.get_model("mobilenet_v3_small", num_classes=4).eval()
     torch.save(
@@ -312,6 +314,7 @@ def test_weights_in_several_files_are_all_fetched(
     )
 
 
+@pytest.mark.slow
 def test_a_network_of_another_library_is_named_as_a_factory(here: Path, run: Run) -> None:
     arguments = ["--input-size", "1,64,64"]
     for pair in ("encoder_name=resnet18", "encoder_weights=None", "classes=3", "in_channels=1"):

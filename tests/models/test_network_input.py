@@ -311,6 +311,7 @@ def test_commands_say_what_they_assume(
     assert "assumed" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_stated_stays_with_the_network(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def _noise(state: State) -> State:
     return {key: value + 1 for key, value in state.items()}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*which was taken")
 @pytest.mark.parametrize(
     ("wrapper", "suffix"),
@@ -195,6 +196,7 @@ BAD_FILES: dict[str, tuple[Callable[[State, Path], Path], list[str]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_bad_file(tmp_path: Path, state: State, case: str) -> None:
     write, said = BAD_FILES[case]

@@ -174,6 +174,7 @@ def test_torchvision_file(
     assert torch.allclose(ours(image), model(image), atol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("source", "options", "name", "kwargs"),
     [

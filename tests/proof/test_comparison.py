@@ -185,6 +185,7 @@ def _with(edit: Edit, layer: str, **changes: Callable[[Any], Any]) -> Edit:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", EDITS)
 def test_plans_edited_into_nonsense_are_rejected(name: str) -> None:
     planned, _ = step(source(), "skipinit")

@@ -189,6 +189,7 @@ def broken(model: Net, fault: Callable[[Net], None]) -> Net:
     return result
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_planted_fault_is_never_proved(name: str, fault: Callable[[Net], None]) -> None:
@@ -295,6 +296,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return written
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault.__name__))
 @pytest.mark.parametrize("ending", ["pt2", "onnx", "xml"])
 def test_a_planted_fault_is_never_proved_through_a_file(
@@ -310,6 +312,7 @@ def test_a_planted_fault_is_never_proved_through_a_file(
     assert right.verdict == "PROVED"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ending", ["pt2", "onnx"])
 def test_a_file_that_answers_every_image_alike_is_not_proved(ending: str, tmp_path: Path) -> None:
     source = made("constant outputs")
@@ -344,6 +347,7 @@ def test_a_planted_fault_is_seen_under_torch_compile(
     assert not all(deviation.passes for deviation in wrong)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("option", ["", "dynamic_batch", "normalize"])
 def test_answers_that_are_nearly_zero_are_held_to_a_file_of_the_source(
     option: str, tmp_path: Path

@@ -160,6 +160,7 @@ def widely(model: nn.Module, row: Row) -> tuple[Step, nn.Module]:
     return step, applying.apply_step(model, step, double=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("row", EXACT, ids=str)
 def test_a_result_in_float64_by_parts_is_the_whole_one(row: Row) -> None:
     """What the step makes was made in float64, and is lent to the network that was made in float32,

@@ -64,6 +64,7 @@ def test_command(
     assert all(row["network"] in out for row in result["rows"])
 
 
+@pytest.mark.slow
 def test_a_disagreement_fails(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,6 +107,7 @@ def test_alphas_are_those_in_the_file(case: Reported) -> None:
     assert [alpha.block for alpha in facts.alphas] == order[: len(stored)]
 
 
+@pytest.mark.one_in(3)
 def test_sites_verdict_and_versions_are_the_stored_ones(case: Reported) -> None:
     facts = case.facts
     text = case.text
@@ -366,6 +367,7 @@ def test_points_are_the_measured_values(made: dict[str, Reported], drawn: list[A
     assert list(drawn[-1].get_lines()[0].get_ydata()) == [alpha.value for alpha in facts.alphas]
 
 
+@pytest.mark.slow
 def test_command(
     made: dict[str, Reported], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

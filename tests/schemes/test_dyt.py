@@ -51,6 +51,7 @@ def network(arch: str) -> nn.Module:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(NARROW, ["resnet18"]))
 def test_hardly_bent_it_is_the_network(arch: str) -> None:
     """tanh(alpha x) / alpha goes to x: of order alpha^2, whatever stands before the norm, and
@@ -114,6 +115,7 @@ def test_the_line_is_the_best(alpha: float, most: float) -> None:
     )
 
 
+@pytest.mark.slow
 def test_it_is_a_source_with_images() -> None:
     """As norms with statistics per sample are: each becomes the BatchNorm most like it, which folds
     away.
@@ -182,6 +184,7 @@ def test_channels_that_are_not_finite_keep_their_size() -> None:
     assert tanh_factors.factors(x, 0.25)[2] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(["resnetv2_18", "mobilenetv2_035"], ["resnetv2_18"]))
 def test_other_factors_keep_the_target(arch: str) -> None:
     """The target computes what it did, on leaves and on images, and images come nearer."""
@@ -204,6 +207,7 @@ def test_other_factors_keep_the_target(arch: str) -> None:
     assert on_images < on_leaves
 
 
+@pytest.mark.slow
 def test_few_values_do_not_choose_factors() -> None:
     """Of one image less than 16 there are 240 values of a channel."""
     source = network("resnet18")

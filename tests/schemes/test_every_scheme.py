@@ -91,6 +91,7 @@ def test_edits_have_no_order(arch: str, row: Row) -> None:
         assert torch.equal(run(shuffled, own.x), run(own.result, own.x))
 
 
+@pytest.mark.one_in(3)
 @everywhere
 def test_source_is_never_touched(arch: str, row: Row) -> None:
     model = skeleton(arch).float().train()
@@ -135,6 +136,7 @@ def test_timm_methods_live_on(arch: str, row: Row) -> None:
     assert not kept or distance(expected, features) <= 1e-12
 
 
+@pytest.mark.one_in(3)
 @exact_everywhere
 def test_gradients_reach_every_parameter(arch: str, row: Row) -> None:
     for checkpointing in (False, True):
@@ -172,7 +174,7 @@ def test_surviving_tensors_keep_their_names(arch: str, row: Row) -> None:
 
 
 @exact_everywhere
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
     """After training alpha is anything: negative, zero, small; whatever comes next keeps that
     function.
@@ -201,7 +203,7 @@ def test_trained_scalars_fold_too(arch: str, row: Row) -> None:
 
 
 @crossed("dtype, row", [torch.float32, torch.bfloat16, torch.float16], ROWS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
     for arch in ("seresnet18", "resnetv2_18"):
         small = {"input_size": (3, 33, 33)}  # on a CPU convolutions in float16 are slow

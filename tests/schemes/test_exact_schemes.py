@@ -96,6 +96,7 @@ def test_frozen_norms_have_any_dimension(size: tuple[int, ...], sync: bool) -> N
     assert [*done.model[1].parameters()] == []  # type: ignore[index]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rule", ["balduzzi", "rescale"])
 @pytest.mark.parametrize("arch", V1)
 def test_rules_that_scale_the_sum(arch: str, rule: str) -> None:
@@ -232,6 +233,7 @@ def test_an_input_bias_stays_where_zeros_are_padded_behind_it(padding: Any, *, k
     assert reparametrized.keeps_input_bias(layer) is keeps
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "arch", ["resnet18", "resnet50", "resnetv2_50", "mobilenetv2_035", "regnetx_002"]
 )

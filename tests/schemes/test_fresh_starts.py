@@ -84,6 +84,7 @@ def by_the_rule(network: Any, x: Tensor, rule: str, layers: Any) -> Tensor:
     return layers("fc")((F.relu(x) if is_pre else x).mean((2, 3)))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", ["pre", "post"])
 @pytest.mark.parametrize("rule", RULES)
 def test_reset_residual_scales_are_the_rule_without_compensation(rule: str, order: str) -> None:

@@ -56,7 +56,7 @@ CASES = [(name, row) for name in SIX for row in EXACT if fits(name, row.scheme)]
 
 
 @pytest.mark.parametrize(("name", "row"), CASES, ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_norms_that_come_back_are_the_old_ones(name: str, row: Row) -> None:
     """They have the statistics of their input, and train as the source does, and as fast."""
     generator = dice(name, row)
@@ -122,7 +122,7 @@ UNFOLDED = [
 
 
 @pytest.mark.parametrize(("name", "row"), UNFOLDED, ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_unfolded_buffers_are_the_old_ones(name: str, row: Row) -> None:
     source, x = (trained(name), images(2)) if name in SIX else narrow_networks.source(name)[:2]
     there = normswap.convert(source, row.scheme, inputs=x, **row.options)
@@ -176,7 +176,7 @@ def _took_a_learning_beta(name: str, source: nn.Module, done: normswap.Conversio
 
 
 @pytest.mark.parametrize(("name", "row"), ALL, ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_what_does_not_learn_or_drops_stays_so(name: str, row: Row) -> None:
     """Every parameter that lives on under its name; and a dropout drops what it dropped.
 

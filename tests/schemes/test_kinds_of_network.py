@@ -33,6 +33,7 @@ def images() -> tuple[Tensor, Tensor]:
     return pictures, labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", quick(["groupnorm", "layernorm"], ["groupnorm"]))
 def test_most_of_what_a_group_is_divided_by_is_eps_by_default(
     to: str, images: tuple[Tensor, Tensor]
@@ -159,6 +160,7 @@ def test_only_filters_of_one_channel_among_groups_keep_their_means() -> None:
     }
 
 
+@pytest.mark.slow
 def test_nothing_is_foretold_without_images(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

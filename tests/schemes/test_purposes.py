@@ -112,6 +112,7 @@ def trained_privately(opacus: Any, model: nn.Module, steps: int = 3) -> list[flo
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", quick(["groupnorm", "skipinit"], ["groupnorm"]))
 def test_the_demo_network_trains_privately(to: str, tmp_path: Path, opacus: Any) -> None:
     done = normswap.convert(open_model(str(shipped.FOLDER)), to, purpose="opacus")
@@ -122,6 +123,7 @@ def test_the_demo_network_trains_privately(to: str, tmp_path: Path, opacus: Any)
     assert losses[-1] < losses[0] - 0.01
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ["test_efficientnet", "resnetv2_18"])
 def test_fused_norms_that_opacus_misses(arch: str, opacus: Any) -> None:
     """`ModuleValidator.fix` leaves BatchNormAct2d and finds nothing wrong with its statistics."""
@@ -184,7 +186,7 @@ def test_gradients_per_sample(arch: str, target: tuple[str, dict[str, Any]], opa
     TARGETS,
     ids=lambda row: "-".join(map(str, row)) if isinstance(row[1], str) else named(row),
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_the_function_is_that_of_the_scheme(
     network: tuple[str, str], target: tuple[str, dict[str, Any]]
 ) -> None:
@@ -223,6 +225,7 @@ def test_federated_training_changes_parameters_only(target: tuple[str, dict[str,
     assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("purpose", "to", "why"),
     [

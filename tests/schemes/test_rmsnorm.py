@@ -118,6 +118,7 @@ def test_laws(name: str, scheme: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.one_in(3)
 @crossed("name, scheme", EXACT, ["rmsnorm", "folded"])
 def test_there_and_back(name: str, scheme: str) -> None:
     """The source's class, tensors by the same names, and what was learned; or, where a bias has no
@@ -168,6 +169,7 @@ LARGER = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", quick([*REFUSED, *LARGER], REFUSED))
 def test_refused_with_path_and_reason(name: str) -> None:
     path, why = REFUSED.get(name) or LARGER[name]

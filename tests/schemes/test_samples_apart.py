@@ -327,6 +327,7 @@ def refusal(model: nn.Module, purpose: str, x: Any = None) -> str:
     return str(refused.value)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_leak_is_named(leak: str, purpose: str) -> None:
@@ -337,6 +338,7 @@ def test_a_leak_is_named(leak: str, purpose: str) -> None:
     assert named in message
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("purpose", PURPOSES)
 @pytest.mark.parametrize("name", CLEAN)
 def test_what_keeps_samples_apart_passes(name: str, purpose: str) -> None:

@@ -107,7 +107,7 @@ def lived(arch: str) -> Lived:
 
 
 @crossed("arch, row", ARCHITECTURES, EXACT)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_exact_on_every_architecture(arch: str, row: Row) -> None:
     trained = lived(arch)
     result = swapped(trained.model, row.scheme, **row.options)

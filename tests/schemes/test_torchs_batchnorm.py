@@ -52,6 +52,7 @@ def norms_of(model: nn.Module) -> dict[str, type]:
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("build", [in_1d, in_2d, in_3d], ids=lambda build: build.__name__)
 def test_the_norms_are_the_sources_classes(scheme: str, build: Callable[[], Source]) -> None:
@@ -67,6 +68,7 @@ def test_the_norms_are_the_sources_classes(scheme: str, build: Callable[[], Sour
 
 
 # torch 2.14 warns that its own TorchScript is deprecated.
+@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("scheme", ["frozen-bn", "skipinit"])
 def test_a_trace_made_in_training_mode_goes_to_eval_mode(scheme: str) -> None:

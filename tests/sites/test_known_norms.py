@@ -142,6 +142,7 @@ def test_another_norm_takes_its_place(source: nn.Module, scheme: str) -> None:
         assert torch.allclose(norm.running_var, source.norm.spread.square())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", ["folded", "skipinit", "affine", "batchnorm"])
 @pytest.mark.parametrize("learned", [False, True])
 def test_unfold_brings_it_back(source: nn.Module, scheme: str, learned: bool) -> None:

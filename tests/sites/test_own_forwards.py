@@ -184,6 +184,7 @@ def network(kind: ConvClass) -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [PadsByModule, PadsBySize])
 @pytest.mark.parametrize(
     ("scheme", "options"), [("folded", {}), ("tune", {}), ("fixup", {}), ("nf", {"mean": "keep"})]
@@ -204,6 +205,7 @@ def test_networks_of_them_convert_and_keep_their_function(
         assert torch.allclose(back.model(x), model(x), atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", [PadsByModule, PadsBySize])
 def test_they_are_fitted_to_images(kind: ConvClass) -> None:
     model = network(kind)
@@ -330,6 +332,7 @@ def convs_without_mean(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "conv_class"), [("one_d", ScaledStdConv1d), ("three_d", ScaledStdConv3d)]
 )

@@ -66,6 +66,7 @@ def killed_in(monkeypatch: pytest.MonkeyPatch, at: int, work: Any) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("at", range(7))
 def test_a_process_killed_at_any_rename_leaves_no_mixture(

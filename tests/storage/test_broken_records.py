@@ -90,6 +90,7 @@ def test_plans(source: Path, converted: Path, data: st.DataObject) -> None:
         )
 
 
+@pytest.mark.slow
 @few
 @given(st.data())
 def test_recipes(data: st.DataObject) -> None:

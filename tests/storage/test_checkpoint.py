@@ -222,6 +222,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_named(saved: Path, case: str) -> None:
     change, error, match = DAMAGE[case]
@@ -288,6 +289,7 @@ def test_every_flipped_bit_is_noticed(name: str, written: Path, tmp_path: Path) 
             normswap.load(tmp_path / f"{place}")
 
 
+@pytest.mark.slow
 def test_changed_tensors_can_be_taken_on_purpose(written: Path, tmp_path: Path) -> None:
     file = shutil.copytree(written, tmp_path / "net") / "model.safetensors"
     rewrite(file.parent, tensors={name: tensor + 1 for name, tensor in load_file(file).items()})

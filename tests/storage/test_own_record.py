@@ -70,6 +70,7 @@ def test_a_directory_of_timms_is_tested_as_timm_says(of_64_pixels: Path, tmp_pat
         assert record["classifier"] == "fc"
 
 
+@pytest.mark.slow
 def test_a_test_size_that_is_stated_is_kept(of_64_pixels: Path, tmp_path: Path) -> None:
     config = json.loads((of_64_pixels / "config.json").read_text())
     config["pretrained_cfg"] |= {"test_input_size": [3, 96, 96], "test_crop_pct": 0.5}

@@ -142,6 +142,7 @@ def test_other_tensors_that_are_given_are_saved(
         model.save_pretrained(tmp_path / "hub", push_to_hub=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_checkpoint_of_trainer_opens_and_is_resumed(
     scheme: str, source: nn.Module, images: Tensor, tmp_path: Path

@@ -69,6 +69,7 @@ def by_its_card(card: ModelCard) -> nn.Module:
     return names["model"]
 
 
+@pytest.mark.slow
 def test_there_and_back(
     source: nn.Module, hub: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +111,7 @@ def test_there_and_back(
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("to", "options"),
     [
@@ -136,6 +138,7 @@ def test_what_timm_builds_timm_loads(
     assert torch.equal(outputs(checkpoint.open_model("hf-hub:me/plain")), outputs(done.model))
 
 
+@pytest.mark.slow
 def test_a_repository_that_is_there_gets_the_next_version(
     source: nn.Module, hub: dict[str, Path]
 ) -> None:
@@ -216,6 +219,7 @@ def _directory(file: Path) -> None:
     file.mkdir()
 
 
+@pytest.mark.one_in(3)
 @crossed(
     "replace, name",
     [_link_out, _link_to_the_same, _dangling_link, _pipe, _directory],
@@ -352,6 +356,7 @@ def test_the_hub_finds_the_figure_in_its_own_format() -> None:
         assert (parsed.dataset_id, parsed.value) == ("ILSVRC/imagenet-1k", 79.125)
 
 
+@pytest.mark.slow
 def test_push_measures_on_the_images_that_are_named(
     hub: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

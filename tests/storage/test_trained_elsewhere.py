@@ -71,6 +71,7 @@ def assert_same_tensors(model: nn.Module, other: nn.Module) -> None:
     assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("trainer", FILES)
 def test_a_trainers_file_fills_the_converted_network(
     trainer: str, saved: Path, trained: nn.Module, tmp_path: Path
@@ -130,6 +131,7 @@ def test_other_options_and_other_files_are_refused(
         normswap.open(str(saved), weights=str(of_source))
 
 
+@pytest.mark.slow
 def test_commands_take_what_was_trained(
     saved: Path, weights: Path, tmp_path: Path, capfd: Capture
 ) -> None:

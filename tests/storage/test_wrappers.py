@@ -54,6 +54,7 @@ def converted() -> nn.Module:
     return normswap.convert(source, to="skipinit", input_size=(3, 32, 32)).model
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_network_inside_is_saved(wrapper: str, converted: nn.Module, tmp_path: Path) -> None:

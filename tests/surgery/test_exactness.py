@@ -172,7 +172,7 @@ def test_every_class_of_a_table_is_tried() -> None:
     ["folded", "tune", "affine"],
     ids=_name,
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_forward_of_its_own_is_never_taken_for_its_class(
     kind: type[nn.Module], scheme: str
 ) -> None:
@@ -324,6 +324,7 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_source_stays_as_it_is(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -172,6 +172,7 @@ def steps_alone(name: str, target: str, purpose: str) -> tuple[Single, ...] | No
     return tuple(singles)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", sampled(in_one_call(), 30))
 def test_the_steps_of_one_call(case: str, tmp_path: Path) -> None:
     name, target, purpose = [*case.split(" "), ""][:3]
@@ -233,6 +234,7 @@ def in_several_calls() -> Iterator[tuple[Row, ...]]:
 CHAINS = {" ".join(map(str, chain)): chain for chain in in_several_calls()}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", sampled(CHAINS, 120))
 def test_the_steps_of_several_calls(case: str, tmp_path: Path) -> None:
     before = source("batchnorm")

@@ -237,6 +237,7 @@ def answer(model: nn.Module, inputs: Any) -> Tensor:
     return given
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.usefixtures("own_sync_is_registered")
 @pytest.mark.parametrize("scheme", ["folded", "affine", "frozen-bn", "tune"])

@@ -141,6 +141,7 @@ def test_without_labels_the_network_as_it_began_stays_best_if_training_only_harm
     assert any("has risen" in sentence and "lower optim.lr" in sentence for sentence in said)
 
 
+@pytest.mark.slow
 def test_held_out_inputs_are_taken_out_of_training(tmp_path: Path) -> None:
     many = write_images(tmp_path / "photos", per_class=3)
     result = train(network(), unlabelled(many), tmp_path / "out")

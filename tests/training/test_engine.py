@@ -574,6 +574,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "all.csv"
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(
     epochs=st.sampled_from([0.4, 1.0, 1.25, 2.6]),

@@ -149,12 +149,13 @@ def before(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("key", CHANGES)
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_another_value_is_another_run(images: Path, tmp_path: Path, before: Any, key: str) -> None:
     start, value = CHANGES[key]
     assert run(images, tmp_path / "out", merged(start, nested(key, value))) != before(start)
 
 
+@pytest.mark.slow
 def test_the_same_values_are_the_same_run(images: Path, tmp_path: Path, before: Any) -> None:
     assert run(images, tmp_path / "one", {}) == before({})
     assert run(

@@ -318,6 +318,7 @@ def test_another_run_is_not_continued(
     assert (tmp_path / "out/state/run.pt").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_knew_fewer_keys_goes_on(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     train_until(4, network("skipinit"), recipe(images), out)
@@ -332,6 +333,7 @@ def test_a_run_that_knew_fewer_keys_goes_on(images: Path, tmp_path: Path) -> Non
     assert train(network("skipinit"), recipe(images), out, resume="auto").finished
 
 
+@pytest.mark.slow
 def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path: Path) -> None:
     plan = recipe(images)
     train_until(4, network("skipinit"), plan, tmp_path / "out")
@@ -401,6 +403,7 @@ def test_a_real_explosion_stops(images: Path, tmp_path: Path) -> None:
         train(network("skipinit"), recipe(images, optim={"lr": 1e9}), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_and_breaks_nothing(images: Path, tmp_path: Path) -> None:
     plan = recipe(images)
     train_until(4, network("skipinit"), plan, tmp_path / "out")

@@ -264,6 +264,7 @@ def _best_is_a_file(folder: Path) -> None:
     (folder / "best").write_text("years")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "make",
     [

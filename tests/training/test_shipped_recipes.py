@@ -103,7 +103,7 @@ SMALL = {
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries that train
 @pytest.mark.parametrize("name", sampled(NAMES, every=3))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_two_updates(name: str, tmp_path: Path) -> None:
     from normswap.training.engine import finetune
 
@@ -142,6 +142,7 @@ def has_batchnorm(model: object) -> bool:
     return any("BatchNorm" in type(layer).__name__ for layer in model.modules())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_sweep_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [

@@ -91,6 +91,7 @@ def test_that_a_folded_network_trains_badly_is_said(tmp_path: Path) -> None:
     assert "fine-tunes badly" in said[0]
 
 
+@pytest.mark.slow
 def test_images_without_labels_are_fitted_to_and_taught_on(tmp_path: Path) -> None:
     """A flat folder, by the recipe for such: what its values are fitted to wants no labels, nor
     what it learns.

@@ -182,6 +182,7 @@ def test_a_grid_may_grow(tmp_path: Path) -> None:
     assert sorted(seen) == [(0.5, 0), (0.5, 1)]
 
 
+@pytest.mark.slow
 def test_workers_share_the_points(tmp_path: Path) -> None:
     seen: list[tuple[float, int]] = []
     gate = threading.Barrier(3)
@@ -331,6 +332,7 @@ def changed(key: str, value: str) -> Callable[[], Sweep]:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("other", "message"),
     [
