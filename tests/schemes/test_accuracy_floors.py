@@ -43,11 +43,15 @@ pytestmark = [
 ]
 
 
+# The rows of which one network is slow; the others are long.
+SLOW_ROWS = tuple(row for row in FLOORS if row[0] == "nf" or (row[0] == "groupnorm" and not row[1]))
+
+
 def marks_of(network: str, row: Floor) -> list[pytest.MarkDecorator]:
-    """Of the networks of a row one is slow, by its name; the others are long."""
+    """Of the networks of some rows one is slow, by its name; all others are long."""
     others = set(row[3]) - {"demo"}
     slow = min(others, key=lambda name: weight(name, str(row[:3])))
-    return [] if network == slow else [pytest.mark.long]
+    return [] if row in SLOW_ROWS and network == slow else [pytest.mark.long]
 
 
 @pytest.mark.parametrize(

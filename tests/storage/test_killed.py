@@ -1,6 +1,6 @@
 """A process that is killed at a random moment leaves nothing half written and nothing unnamed.
 
-NORMSWAP_KILLS processes are killed (8 by default), drawn by NORMSWAP_KILL_SEED. The next run of the
+NORMSWAP_KILLS processes are killed (4 by default), drawn by NORMSWAP_KILL_SEED. The next run of the
 same command goes on, and says what lies about.
 """
 
@@ -25,7 +25,7 @@ from normswap.storage import checkpoint
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("NORMSWAP_KILLS", "8"))
+KILLS = int(os.environ.get("NORMSWAP_KILLS", "4"))
 SEED = int(os.environ.get("NORMSWAP_KILL_SEED", "0"))
 COMMANDS: dict[str, list[str]] = {
     "convert": ["convert", "demo", "--to", "skipinit", "-o", "net"],

@@ -269,7 +269,7 @@ def test_a_killed_process_is_restarted_by_torchrun_and_the_job_continues(
     assert same(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_of_four_processes_is_killed_and_the_weights_are_those_of_an_uncut_run(
     images: Path, tmp_path: Path
 ) -> None:
