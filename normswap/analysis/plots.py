@@ -73,7 +73,11 @@ def is_logarithmic(curves: Curves, quantities: Iterable[str]) -> bool:
 
 
 def _span(curves: Curves, quantity: str) -> tuple[float, float]:
-    """Return the least value that a logarithmic axis shows, and the largest, of all networks."""
+    """Return the smallest and the largest value of a quantity over all networks.
+
+    A logarithmic axis shows neither zeros nor what is smaller than `_FLOOR`, so the smallest value
+    is positive.
+    """
     values = [getattr(point, quantity) for points in curves.values() for point in points]
     drawn = [value for value in values if 0 < value < math.inf]
     return max(min(drawn, default=1.0), _FLOOR), max(drawn, default=1.0)

@@ -193,10 +193,11 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 
 @contextmanager
 def _as_in_training(model: nn.Module, norms: Mapping[str, Site]) -> Iterator[_Sums]:
-    """In a `with` block, put norms alone into training mode, and sum the moments of their inputs.
+    """In a `with` block, put the norms and nothing else into training mode.
 
-    Whoever uses the sums clears them before each batch. Afterwards the modes and the norms' buffers
-    are restored.
+    The block gets a dict, to which each norm adds the sums of its input's moments whenever it runs.
+    The caller clears the dict before each batch. Afterwards the modes and the norms' buffers are
+    restored.
     """
     sums: _Sums = {}
     before: dict[Tensor, Tensor] = {}

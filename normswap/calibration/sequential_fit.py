@@ -332,23 +332,26 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
     """
     groups = getattr(module, "groups", 1)
     weight = standardized.effective_weight(source).detach()
-    units = torch.ones(groups, 1, 1).to(weight)
 
+    # With factors, v = units * w is fitted to x / units, which has the same products. That the
+    # filters w sum to zero is then a condition on v: its sum with weights 1 / units is zero.
+    units = torch.ones(groups, 1, 1).to(weight)
     zero_sum = None
     if factors is not None:
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
 
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
-    count = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
+    places_per_sample = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
     folds = Folds(biased=module.bias is not None)
 
     generator = torch.Generator().manual_seed(place.seed)
     for theirs, ours, their_input, our_input in place.batches():
-        source_value = theirs[place.theirs.name] = source(their_input)
-        x, y = patches(
-            module, our_input, place.end.target(theirs, ours, source_value), count, generator
-        )
+        source_value = source(their_input)
+        # Layers after this one read it.
+        theirs[place.theirs.name] = source_value
+        target = place.end.target(theirs, ours, source_value)
+        x, y = patches(module, our_input, target, places_per_sample, generator)
         folds.add(x if factors is None else x / units, y)
 
     fit = regress(folds, prior, zero_sum=zero_sum)

@@ -231,6 +231,7 @@ def _trials(present: _Preparation, images: Tensor) -> Iterator[_PreparationTrial
     stated_pixels = present.undo(images)
     for preparation in _preparations(present, channels):
         yield _PreparationTrial(preparation, stated_pixels)
+    # Other pixels are a guess by themselves, so they are tried with the stated preparation alone.
     for pixels, given_as in _as_pixels(images, present):
         for preparation in _preparations(present, channels, usual=False):
             yield _PreparationTrial(preparation, pixels, given_as)

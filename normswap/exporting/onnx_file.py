@@ -303,16 +303,18 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     """
     import onnxruntime as ort
 
+    # The runtime would read weights from any place, so where they are is checked before.
+    _loaded(file)
     content: Path | bytes = file
-    model = _loaded(file)
     if inside:
         import onnx
 
         # All values become outputs of a copy of the graph.
         model = onnx.load(file)
-        values = set(itertools.chain.from_iterable(node.output for node in model.graph.node))
-        values -= {end.name for end in model.graph.output}
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name)
+        values = itertools.chain.from_iterable(node.output for node in model.graph.node)
+        given_already = {"", *(end.name for end in model.graph.output)}
+        inner = [name for name in dict.fromkeys(values) if name not in given_already]
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
         content = model.SerializeToString()
 
     options = ort.SessionOptions()

@@ -95,6 +95,9 @@ def checked_program(record: object) -> dict[str, object]:
 def checked_payloads(record: object) -> dict[str, object]:
     """Return the table of weights or constants: where the bytes of each are, its shape and type.
 
+    Args:
+        record: The table as JSON has it. It comes from the file, so it is not trusted.
+
     Raises:
         NotAllowedError: A weight or constant is pickled, or is no plain tensor.
     """

@@ -189,9 +189,9 @@ def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
         return False
 
     hooks = module._forward_hooks or module._forward_pre_hooks
-    shared = any(
-        traced.owners[id(tensor)] > 1 for tensor in nn.Module.parameters(module, recurse=False)
-    )
+    # A class may have a method `parameters` of its own, so torch's is called.
+    own_parameters = nn.Module.parameters(module, recurse=False)
+    shared = any(traced.owners[id(tensor)] > 1 for tensor in own_parameters)
     return not hooks and not shared and traced.read_directly(module) is None
 
 
@@ -263,10 +263,14 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
         pairs = zip(taps, tap_offsets(other), strict=True)
         return all(_holds(main_side, side) for main_side, side in pairs)
 
-    # A scale per channel is a kernel of one tap, which needs the tap at the centre.
-    square = main.in_channels == main.out_channels and set(main.stride) == {1}
-    centred = all(0 in side and side[0] == -side[-1] for side in taps)
-    return square and centred and (other is None or site_of(other).channels == main.out_channels)
+    # A scale per channel is a kernel with one tap, at the centre. So `main` must have that tap, and
+    # an output of its input's size: as many channels, stride 1, and as many taps on both sides.
+    keeps_channels = main.in_channels == main.out_channels
+    keeps_sides = set(main.stride) == {1} and all(side[0] == -side[-1] for side in taps)
+    has_centre = all(0 in side for side in taps)
+    if not (keeps_channels and keeps_sides and has_centre):
+        return False
+    return other is None or site_of(other).channels == main.out_channels
 
 
 def _holds(main_side: range, side: range) -> bool:

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -395,23 +395,10 @@ def record_once(
     Raises:
         TraceError: The network does not run on the example. The message says where it fails.
     """
-    copied = twin(model)
-    if heads:
-        show_heads(copied)
-    if isinstance(getattr(copied, "drop_rate", None), float | int):
-        # timm skips F.dropout if `drop_rate` is 0, and the graph would not show its place.
-        copied.__dict__["drop_rate"] = 0.5
-
+    copied = _copy_to_record(model, heads=heads)
     recorder = Recorder(copied, look)
     try:
-        with ExitStack() as stack:
-            # The copy shares the network's parameters, so a forward must leave them unchanged.
-            stack.enter_context(undisturbed(model))
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if calling.anchor(model).dtype == torch.float64:
-                stack.enter_context(Widening())
-            stack.enter_context(callers_dtype())
+        with _as_its_user_runs_it(model):
             recorder.run(example)
     except TraceError:
         raise
@@ -419,8 +406,9 @@ def record_once(
     except Exception as error:
         raise _does_not_run(model, example, recorder.failed, error) from error
 
+    # The record names the modules of the network itself, not those of the copy.
     modules = tree(model)
-    _leave_out_ones(recorder.graph, recorder.outputs, modules)
+    _drop_products_with_one(recorder.graph, recorder.outputs, modules)
     traced = Traced(
         graph=recorder.graph,
         modules=modules,
@@ -466,7 +454,44 @@ def _does_not_run(
     return TraceError(headline, reason(error), remedy)
 
 
-def _leave_out_ones(
+def _copy_to_record(model: nn.Module, *, heads: bool) -> nn.Module:
+    """Return a copy of the network on the same parameters, whose forward shows all of its steps.
+
+    Args:
+        model: The network.
+        heads: Whether auxiliary heads run, as in training.
+    """
+    copied = twin(model)
+    if heads:
+        show_heads(copied)
+    if isinstance(getattr(copied, "drop_rate", None), float | int):
+        # timm skips F.dropout if `drop_rate` is 0, and the graph would not show its place.
+        copied.__dict__["drop_rate"] = 0.5
+    return copied
+
+
+@contextmanager
+def _as_its_user_runs_it(model: nn.Module) -> Iterator[None]:
+    """In a `with` block, a copy of the network runs as it does for its user, and changes nothing.
+
+    Args:
+        model: The network.
+    """
+    with ExitStack() as stack:
+        # The copy shares the network's parameters, so a forward must leave them unchanged.
+        stack.enter_context(undisturbed(model))
+        # What the user compiled would hide its steps.
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # In float64, tensors that the forward makes in float32 would not fit the others.
+        if calling.anchor(model).dtype == torch.float64:
+            stack.enter_context(Widening())
+        # Tensors without a stated dtype get the one that the user has set.
+        stack.enter_context(callers_dtype())
+        yield
+
+
+def _drop_products_with_one(
     graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]
 ) -> None:
     """Remove copies and products with 1 from the graph, except where they change the dtype.

@@ -74,6 +74,9 @@ _OPERATORS |= {
     "mul_": operator.imul,
     "div_": operator.itruediv,
 }
+# Records that refer to one another in a circle are followed so deep.
+_DEEPEST = 8
+
 _SWAPPED = {f"r{name}": _OPERATORS[name] for name in ("add", "sub", "mul", "div", "truediv")}
 
 
@@ -128,7 +131,8 @@ def places(
     """Yield (keys, tensor) for every tensor in a value, with the keys that lead to it.
 
     Args:
-        value: A tensor, a collection or a record, nested as it may be.
+        value: A tensor, a collection or a record. Collections may be nested as they like; records
+            are followed seven levels deep.
         keys: The keys that lead to `value` itself.
     """
     if isinstance(value, Tensor):
@@ -139,7 +143,7 @@ def places(
     elif isinstance(value, list | tuple):
         for position, entry in enumerate(value):
             yield from places(entry, (*keys, position))
-    elif is_record(value) and len(keys) < 8:
+    elif is_record(value) and len(keys) < _DEEPEST:
         for name, entry in vars(value).items():
             yield from places(entry, (*keys, Attribute(name)))
 

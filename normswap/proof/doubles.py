@@ -31,17 +31,17 @@ def _not_again(_example: Example) -> Precise | None:
 
 @dataclass(frozen=True)
 class Precise:
-    """A comparison in float64.
+    """A comparison of source and result in float64.
 
     Args:
-        error: How far the result is off in float64. None where the network does not run in it.
+        error: How far the result is off. None where source or result do not run in float64.
         reference: The source's outputs in float64.
         own_change: How far the source's outputs move when the input, or the weights, change in
             their last digit.
         hangs_on: The cause of a large `own_change`, for reports.
-        impossible: Why the network does not run in float64. Empty where it does.
-        again: Returns the comparison on another call, or None where the source does not run on it
-            in float64.
+        impossible: Why source or result do not run in float64. Empty where both do.
+        again: A function that takes other inputs and returns the comparison on them. It returns
+            None where the source does not run on them in float64.
     """
 
     error: Error | None

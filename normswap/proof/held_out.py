@@ -69,7 +69,7 @@ class Kept:
             return f"{distance} on {images}"
 
         sure = f"at least {self.least_percent} %, with 97.5 % confidence"
-        # A classifier's scores, on axis 1, need no word.
+        # What was compared is named (`masks`), but for a classifier's scores, which are on axis 1.
         answer = ""
         if self.answer and self.axis != 1:
             answer = f", {self.answer}"

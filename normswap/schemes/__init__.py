@@ -132,7 +132,9 @@ def chosen(name: str, options: Options) -> Chosen:
         OptionError: There is no such scheme or option, or an option does not take its value.
     """
     scheme = get(name)
-    return Chosen(scheme, {**options, **check_given(name, scheme.options, options)})
+    values = check_given(name, scheme.options, options)
+    # `only` and `skip` are options of every scheme, and are not among the values.
+    return Chosen(scheme, {**options, **values})
 
 
 def of(step: Step) -> Chosen:

@@ -15,11 +15,11 @@ from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome
 
 
 def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
-    """Plan the canonical form.
+    """Plan to fold every norm into the layers beside it, which is the canonical form.
 
     Args:
         anatomy: The recorded network.
-        branches: Whether summed branches are merged. A step after this one does it.
+        branches: `merge` or `keep`. It is not read here: a later step merges summed branches.
     """
     builder = fold_norms(anatomy)
     norm_affine.move(builder)

@@ -65,7 +65,9 @@ def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder
 
 
 def fit_measured(task: FitTask) -> tuple[str, ...]:
-    """Measure the statistics of each norm on images, and make each norm the identity.
+    """Measure the statistics of each norm on images, and let each norm return its input unchanged.
+
+    Its gamma and beta undo the measured statistics.
 
     Args:
         task: The source, the result and the images.

@@ -94,8 +94,10 @@ class Subject:
         """
         if distill.teacher != "source":
             return checkpoint.open_model(distill.teacher, named=False)
-        if self.source is not self.module or not self.network.provenance.plan.steps:
-            return copying.duplicate(self.source, {})
+        was_converted_here = self.source is not self.module
+        was_converted_before = bool(self.network.provenance.plan.steps)
+        if was_converted_here or not was_converted_before:
+            return copying.duplicate(self.source, memo={})
 
         # The network was converted before, and knows what it was made from.
         module = self.module
@@ -106,6 +108,7 @@ class Subject:
             raise SourceError(
                 "the teacher, the network's source, cannot be had", error.what, _NO_SOURCE
             ) from None
+        # It is None where nothing was stored that would tell.
         if reverification.unchanged(source, module) is False:
             raise SourceError(
                 f"the teacher {origin} is not what the network was made from", remedy=_NO_SOURCE

@@ -574,8 +574,8 @@ def score(row: Row) -> float:
     """Return the score of a network. A higher score is better.
 
     The score is the accuracy. Where no accuracy was measured, it is minus the loss on held-out
-    inputs. The training loss is no score, because it is a mean over all networks of an epoch, and
-    only the last one is kept.
+    inputs. The training loss is no score: it is a mean over an epoch, in which the weights change,
+    and only the weights at its end are kept.
 
     Args:
         row: The row of metrics.csv for the epoch.

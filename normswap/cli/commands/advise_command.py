@@ -244,7 +244,7 @@ def _print(body: Body) -> None:
 
 
 def _print_trials(measured: Body) -> None:
-    """Print where the trial of each target ended."""
+    """Print the accuracy and the loss that the short training to each scheme ended at."""
     rows = []
     for trial in measured["ended"]:
         beside_best = "level" if trial["level"] else ""

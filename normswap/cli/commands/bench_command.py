@@ -50,16 +50,10 @@ def run(
 
     All take turns in one process, on the same images, with torch's number of threads
     (OMP_NUM_THREADS): the network in PyTorch, exported files in their own runtimes. Their answers
-    are compared first: one that is WRONG is reported, not timed. On noise, with bounds wide enough
-    for int8, nothing is proved: `normswap verify FILE` does that.
+    are compared first: one that is WRONG is reported, not timed. That proves nothing, since the
+    images are noise, and the bounds wide enough for int8: `normswap verify FILE` proves.
     """
-    batches = [text.strip() for text in batch_size.split(",")]
-    if not all(batch.isdecimal() and int(batch) for batch in batches):
-        raise OptionError(
-            f"--batch-size {batch_size}",
-            "it is a list of whole numbers from 1 up",
-            "For instance 1,8",
-        )
+    batch_sizes = _batch_sizes(batch_size)
 
     with working(f"opening {model}") as progress:
         import torch
@@ -71,7 +65,7 @@ def run(
         threads = torch.get_num_threads()
         contenders, image_size, notes = _contenders(model, files or [], opening, found)
         rows = []
-        for batch in map(int, batches):
+        for batch in batch_sizes:
             images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
             rows += timing.run(
                 contenders,
@@ -84,11 +78,27 @@ def run(
 
     settings = {"device": device, "threads": threads, "seconds": seconds, "size": image_size}
     body = {"rows": rows, "settings": settings, "notes": notes}
-    following = ["export", *opening.words(model), "-o", "FILE.onnx"]
+    next_command = ["export", *opening.words(model), "-o", "FILE.onnx"]
     if Path(model).suffix.lower() in kinds.EXPORTED:
-        following = ["evaluate", model, "--data", "IMAGES"]
-    show(body, json, partial(_print, model), *following)
+        next_command = ["evaluate", model, "--data", "IMAGES"]
+    show(body, json, partial(_print, model), *next_command)
     return 0
+
+
+def _batch_sizes(text: str) -> list[int]:
+    """Return the numbers of images that `--batch-size` asks for.
+
+    Args:
+        text: Whole numbers, separated by commas.
+
+    Raises:
+        OptionError: It is no list of whole numbers from 1 up.
+    """
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(number.isdecimal() and int(number) for number in numbers):
+        why = "it is a list of whole numbers from 1 up"
+        raise OptionError(f"--batch-size {text}", why, "For instance 1,8")
+    return [int(number) for number in numbers]
 
 
 def _contenders(
