@@ -1,10 +1,11 @@
 """PROVE, for files: what a file computes in its own runtime, against the PyTorch network.
 
-As for networks, a float32 file may be off by 1e-5, or by four times the distance between the source
-in float32 and in float64, which is measured if 1e-5 is exceeded (in random networks rounding errors
-grow from block to block). A file in half precision may be off by a few times what rounding to that
-precision costs the network in PyTorch, on the same inputs. int8 claims nothing: it is measured. So
-is a file that gives labels alone: equal labels do not show that the scores behind them are right.
+As for networks, a float32 file may be off by 1e-5, or by four times what rounding alone changes in
+the source: float32 for float64, or another last digit of its input or its weights. That is measured
+if 1e-5 is exceeded (in random networks rounding errors grow from block to block). A file in half
+precision may be off by a few times what rounding to that precision costs the network in PyTorch, on
+the same inputs. int8 claims nothing: it is measured. So is a file that gives labels alone: equal
+labels do not show that the scores behind them are right.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from normswap.exporting.exported_module import first_missing
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
 from normswap.graph.anatomy import Anatomy
+from normswap.models import calling
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import full_precision
 from normswap.models.network_input import ANSWERS, answer
@@ -504,15 +506,30 @@ class _Compared:
         return own.error().relative_l2
 
     def _own_change(self, name: str) -> float:
-        """Return how far the source is from its own float64 values, on the first batch.
+        """Return how far rounding alone moves one output of the source, on the first batch.
 
-        The distance is large if the network enlarges rounding errors from block to block.
+        The source is run in float64, and in its own precision with the last digit of its input, and
+        of its weights, changed. The distance is large if the network enlarges rounding errors from
+        block to block.
+
+        Args:
+            name: The name of the output.
         """
         assert self.first is not None
+        source = self.reference.source
+        answers = self.reference.signature.answers
         wide = self.first.map_floats(Tensor.double)
-        outputs = running.outputs_double(self.reference.source, wide)
-        expected = list(outputs.values())[self._place(name)]
-        return distance(expected, self.outputs[name]).relative_l2
+        in_double = list(running.outputs_double(source, wide).values())[self._place(name)]
+
+        moved = allowance.in_the_last_digit(self.first)
+        by_input = answers(source, tuple(moved.tensors()))[name]
+        other_weights = allowance.with_other_digits(source, calling.anchor(source).dtype)
+        by_weights = answers(other_weights, tuple(self.first.tensors()))[name]
+
+        # A last digit may change the number of boxes. Then it says nothing about rounding.
+        others = (in_double, by_input, by_weights)
+        changes = (distance(other, self.outputs[name]).relative_l2 for other in others)
+        return max(filter(math.isfinite, changes), default=0.0)
 
     def _place(self, name: str) -> int:
         """Return the place of one of the file's outputs among all tensors the source gives."""

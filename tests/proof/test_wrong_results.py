@@ -327,6 +327,46 @@ def test_exported_files_may_be_off_by_what_their_precision_costs(
         checks.check(reference, off(wrong), [(x, None)], dtype=dtype)
 
 
+class NearInput(Scores):
+    """Subtracts a number near its input, which enlarges the rounding of the input."""
+
+    near = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x - 1).flatten(1)
+
+
+class NearWeight(Scores):
+    """Subtracts a number near its weight, which enlarges the rounding of the weight."""
+
+    near = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight - 1) + x.flatten(1)
+
+
+@pytest.mark.parametrize("kind", [NearInput, NearWeight])
+def test_a_file_may_be_off_by_what_another_last_digit_changes(
+    kind: type[NearInput] | type[NearWeight],
+) -> None:
+    """Float32 and float64 agree here, so their distance alone says nothing about rounding."""
+    model = kind()
+    steps = torch.randint(1, 64, (8, 3, 2, 2), generator=torch.Generator().manual_seed(0))
+    x = kind.near + steps / 1024
+    exact = (steps / 1024).flatten(1)
+    assert torch.equal(model.double()(x.double()), exact.double())
+    last_digit = 4 * torch.finfo(torch.float32).eps
+
+    def file(by: float) -> Callable[[Tensor], Tensor]:
+        return lambda images: (images - kind.near).flatten(1) + by * last_digit
+
+    found = checks.check(reference_of(model.float()), file(3), [(x, None)])
+    assert found.relative_l2 > 1e-5
+    assert found.verdict == "PROVED"
+    with pytest.raises(VerificationError):
+        checks.check(reference_of(model), file(6), [(x, None)])
+
+
 def test_probabilities_in_half_precision_may_be_off_by_what_rounding_costs_them() -> None:
     """Not by a bound on it, which for scores of 20 lets everything pass."""
     x = 20 * torch.rand(64, 3, 2, 2, generator=torch.Generator().manual_seed(0)) - 10
