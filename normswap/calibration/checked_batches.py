@@ -99,7 +99,7 @@ def run(
         SourceError: The network does not run on these images.
     """
     try:
-        return example.call(model)
+        return example.call_on_copies(model)
     # The forward is the user's, and may raise anything.
     except Exception as error:
         raise misfit(error, what, example) from None

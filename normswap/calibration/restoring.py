@@ -156,7 +156,7 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
         example: The call on which both are compared.
     """
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
-    outputs = dict(named_tensors(example.call(interpreter.traced.modules[""])))
+    outputs = dict(named_tensors(example.call_on_copies(interpreter.traced.modules[""])))
 
     ends = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]
     for whole, by_nodes in zip(outputs.values(), ends, strict=False):

@@ -449,7 +449,9 @@ def keep_share(
     fitted = values_of(result)
     losses: dict[float, float] = {}
     with undisturbed(source), evaluating(result):
-        answers = [dict(named_tensors(example.like(source).call(source))) for example in held]
+        answers = [
+            dict(named_tensors(example.like(source).call_on_copies(source))) for example in held
+        ]
         for share in SHARES:
             _set(result, before, fitted, share)
             losses[share] = sum(
@@ -488,7 +490,7 @@ def _loss(expected: Values, result: nn.Module, example: Example) -> float:
 
     The loss is infinite if the answers have other names or shapes, or are not finite.
     """
-    answers = dict(named_tensors(example.like(result).call(result)))
+    answers = dict(named_tensors(example.like(result).call_on_copies(result)))
     if answers.keys() != expected.keys() or any(
         answers[name].shape != expected[name].shape for name in expected
     ):

@@ -55,7 +55,7 @@ def class_scores(model: nn.Module, calls: Sequence[Example]) -> Tensor | None:
 def _floating_outputs(model: nn.Module, call: Example) -> list[Tensor]:
     """Return the floating-point outputs that have a row for each image of the batch."""
     with undisturbed(model):
-        named = named_tensors(call.map(torch.clone).call(model))
+        named = named_tensors(call.call_on_copies(model))
 
     outputs: list[Tensor] = []
     for _, value in named:

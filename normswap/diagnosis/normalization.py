@@ -403,5 +403,5 @@ def input_of_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Te
     hooks = hooked(norm.register_forward_pre_hook(stop) for norm in norms)
     # This runs the user's forward, which may raise anything; other checks report that.
     with suppress(Exception), undisturbed(model), hooks:
-        calling.form(model).of(images).like(model).call(model)
+        calling.form(model).of(images).like(model).call_on_copies(model)
     return reached[0] if reached else None

@@ -162,7 +162,8 @@ class Reference:
 
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The file's answers to inputs of the network."""
-        return together(runs(self.raw(x[0]), *x[1:]))
+        # A file may write into its input, as the network's forward did.
+        return together(runs(*(tensor.clone() for tensor in (self.raw(x[0]), *x[1:]))))
 
 
 @full_precision()
@@ -540,7 +541,7 @@ class _Compared:
 
         # The answer may stand beside other tensors, in a structure that only the forward knows.
         with torch.no_grad():
-            output = self.first.map(torch.clone).call(self.reference.source)
+            output = self.first.call_on_copies(self.reference.source)
         chosen = answer(output)
         tensors = [value for _, value in named_tensors(output)]
         return next(place for place, value in enumerate(tensors) if value is chosen)

@@ -242,7 +242,10 @@ class FileNetwork(nn.Module):
         self.runs = (runs,)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
-        parts = [together(self.runs[0](batch)) for batch in images.split(self.batch or len(images))]
+        parts = [
+            together(self.runs[0](batch.clone()))
+            for batch in images.split(self.batch or len(images))
+        ]
         answers = tuple(torch.cat(several) for several in zip(*parts, strict=True))
         if self.probabilities:
             return answers[0].clamp_min(torch.finfo(torch.float32).tiny).log()

@@ -209,7 +209,7 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
     with hooked(
         [layer.register_forward_pre_hook(lambda layer, _: run.append(layer)) for layer in layers]
     ):
-        example.call(network)
+        example.call_on_copies(network)
 
     for layer in dict.fromkeys(run):
         for name, tensor in nn.Module.named_parameters(layer, recurse=False):

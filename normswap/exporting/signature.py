@@ -65,7 +65,7 @@ class Signature:
             undisturbed(model),
             torch.no_grad(),
         ):
-            output = example.map(torch.clone).call(model)
+            output = example.call_on_copies(model)
 
         outputs = _named(output, "output")
         if not outputs:
@@ -103,7 +103,8 @@ class Signature:
         """
         try:
             with torch.no_grad():
-                outputs = self.call(network, tensors)
+                # The forward may write into its input.
+                outputs = self.call(network, [tensor.clone() for tensor in tensors])
         except NormswapError as error:
             raise NoAnswerError(error.what, error.why, _OTHERS) from None
         # The forward is the user's, and may raise anything.

@@ -117,7 +117,7 @@ def agreement(answers: Tensor, others: Tensor) -> float:
 def _logits(model: nn.Module, example: Example) -> Tensor:
     """Return the scores of classes (N, classes) in float64, on the CPU."""
     try:
-        output = example.like(model).call(model)
+        output = example.like(model).call_on_copies(model)
     except NormswapError:
         raise
     # The forward is the user's code, which may raise anything.

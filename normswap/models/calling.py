@@ -43,6 +43,10 @@ class Example:
         """Run the network with these arguments and return its output."""
         return model(*self.args, **self.kwargs)
 
+    def call_on_copies(self, model: nn.Module) -> object:
+        """Run the network with copies of these tensors, as a forward may write into its input."""
+        return self.map(torch.clone).call(model)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
         """Return a call like this, every tensor changed."""
         return Example(changed(self.args, change), changed(self.kwargs, change))

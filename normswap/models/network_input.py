@@ -444,7 +444,7 @@ def runs(model: nn.Module, example: Example) -> bool:
     # The forward is the user's, and may raise anything for an input that it does not take.
     try:
         with undisturbed(model), callers_dtype():
-            example.map(torch.clone).call(model)
+            example.call_on_copies(model)
     except Exception:
         return False
     return True

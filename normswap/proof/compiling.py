@@ -214,7 +214,7 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
         torch.enable_grad(),
         seeded(*{parameter.device for parameter in nn.Module.parameters(model)}),
     ):
-        returned = example.map(torch.clone).call(model)
+        returned = example.call_on_copies(model)
         outputs = [output for _, output in named_tensors(returned) if output.is_floating_point()]
         # The loss is a fixed random combination of all numbers of the outputs.
         factors = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]

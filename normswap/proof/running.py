@@ -101,7 +101,7 @@ def run(
     ]
 
     with hooked(handles), with_heads(model) if heads else undisturbed(model), callers_dtype():
-        output = example.map(torch.clone).call(model)
+        output = example.call_on_copies(model)
     return outputs_of(output), values
 
 

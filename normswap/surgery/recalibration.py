@@ -169,7 +169,7 @@ def _outputs(model: nn.Module, call: Example) -> list[Tensor]:
         call: A batch of its inputs.
     """
     with undisturbed(model):
-        named = named_tensors(call.map(torch.clone).call(model))
+        named = named_tensors(call.call_on_copies(model))
     return [
         value.double().cpu()
         for _, value in named

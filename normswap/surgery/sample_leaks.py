@@ -536,12 +536,12 @@ def _step(model: nn.Module, calls: _TrainingPair) -> _Step:
     with _training(copied, seed=0):
         with hooked(handles):
             # A forward may write into its input, which it must not do to a leaf.
-            result = leaves.map(torch.clone).call(copied)
+            result = leaves.call_on_copies(copied)
         outputs = _outputs(result)
         gradients = _gradients(_loss(outputs, call.count), leaves)
 
     with _training(copied, seed=1), torch.no_grad():
-        later = _outputs(calls.later.map(torch.clone).call(copied))
+        later = _outputs(calls.later.call_on_copies(copied))
 
     return _Step(
         outputs={name: value.detach() for name, value in outputs.items()},

@@ -81,6 +81,19 @@ def test_the_next_commands_run_one_after_another_and_nothing_is_warned_of(
     assert len(ran) > len(STARTS) + 4
 
 
+def test_another_source_that_the_user_names_is_no_cause_for_a_warning(
+    here: Path, capfd: Capture
+) -> None:
+    """It has other tensors than the recorded source, and the same function."""
+    for target, name in (("folded", "first"), ("skipinit", "second")):
+        assert main(["convert", MODEL, "--to", target, "-o", name]) == 0
+
+    capfd.readouterr()
+    assert main(["verify", "second", "--against", "first"]) == 0
+
+    assert re.findall(WARNING, "".join(capfd.readouterr())) == []
+
+
 @pytest.mark.parametrize(
     "options", quick([(), ("--private",), ("--deploy",), ("--batch-size", "4")], [("--deploy",)])
 )

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support.small_trainings import recipe
+from support.small_trainings import network, recipe
 from torch import Tensor
 
+from normswap.cli.commands import export_command
 from normswap.images import datasets
 from normswap.images.datasets import Loader, make_loader
 from normswap.training.training_images import TrainingImages, held_out
@@ -64,6 +65,17 @@ def calibrated_and_measured(folder: Path, seed: int) -> Draw:
     return {*range(ROWS)}, rows_of(fitted), rows_of(measured)
 
 
+def by_one_name(folder: Path, seed: int) -> Draw:
+    """The same where `--data` names the images of `--calibrate` once more."""
+    model: Any = network()
+    model.reset_classifier(CLASSES)
+    model.__dict__.update(pretrained_cfg=RECORD, default_cfg=RECORD)
+    int8 = export_command.Int8(str(folder), calibrate_samples=18)
+    checked = export_command.Checked(data=str(folder), samples=18)
+    fitted, measured = int8.parts(checked, model)
+    return {*range(ROWS)}, rows_of(fitted), rows_of(measured)
+
+
 def calibrated(folder: Path, seed: int) -> Draw:
     """The images that int8 is fitted to where its cost is measured on another folder's."""
     loader = make_loader(RECORD, str(folder), workers=0)
@@ -91,6 +103,7 @@ def read_rows(images: TrainingImages) -> list[int]:
 DRAWS: dict[str, tuple[Callable[[Path, int], Draw], tuple[int, int]]] = {
     "samples": (samples, (20, ROWS - 20)),
     "calibrated and measured": (calibrated_and_measured, (18, 18)),
+    "calibrated and measured, by one name": (by_one_name, (18, 18)),
     "calibrated": (calibrated, (20, ROWS - 20)),
     "held out of training": (held_out_of_training, (5, 45)),
 }

@@ -377,3 +377,12 @@ def test_a_report_of_what_takes_two_arguments(
     assert back.report.passed
     with pytest.raises(NormswapError, match="takes more than images"):
         report.collect(folder, trust_factory=True)
+
+
+def test_the_dtype_of_a_network_is_that_of_most_numbers() -> None:
+    """Not of most tensors: many small ones may have been left in float32."""
+    large = nn.Linear(64, 64).half()
+    small = [nn.BatchNorm1d(2) for _ in range(8)]
+
+    assert calling.anchor(nn.Sequential(*small, large)).dtype is torch.float16
+    assert calling.anchor(nn.Sequential(large, *small)).dtype is torch.float16

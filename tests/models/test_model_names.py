@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torchvision
 from PIL import Image
@@ -25,6 +26,7 @@ from normswap.cli.app import main
 from normswap.errors import OptionError, SourceError, quiet
 from normswap.models import hub, kinds, network_input, zoo
 from normswap.plan import Arch
+from normswap.storage import checkpoint
 
 FACTORY = """
 import torch
@@ -277,6 +279,22 @@ def test_hugging_face_in_memory(here: Path) -> None:
     x = torch.randn(1, 3, 40, 40)
 
     assert torch.equal(again(x).logits, done.model(x).logits)
+
+
+def test_a_source_is_recorded_so_that_it_opens_from_another_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hugging_face(here / "hf")
+    torch.save(timm.create_model("resnet18").state_dict(), "weights.pth")
+    (here / "elsewhere").mkdir()
+    for name, arch in (("hf:hf", None), ("weights.pth", "resnet18")):
+        source = provenance.of(checkpoint.open_model(name, arch=arch)).source
+
+        monkeypatch.chdir(here / "elsewhere")
+        again = checkpoint.open_model(source, arch=arch)
+        monkeypatch.chdir(here)
+
+        assert provenance.of(again).source == source
 
 
 def test_names_of_classes_are_in_the_order_of_their_numbers(here: Path) -> None:

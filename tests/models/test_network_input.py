@@ -141,6 +141,35 @@ def test_every_form_of_input(form: str) -> None:
     assert normswap.verify(model, done.model, inputs=FORMS[form]).passed
 
 
+class Twofold(nn.Module):
+    """Its way depends on an argument that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv()
+        self.bn = bn()
+        self.deep = conv()
+        self.bn2 = bn()
+
+    def forward(self, x: Tensor, deep: bool) -> Tensor:
+        x = self.bn(self.conv(x))
+        if deep:
+            x = self.bn2(self.deep(x))
+        return x
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_batch_of_the_users_is_followed(first: bool) -> None:
+    model = Twofold().double().eval()
+    x = pair()[0]
+
+    done = normswap.convert(model, "folded", inputs=[(x, first), (x, not first)])
+
+    assert batchnorms(done.model) == []
+    for deep in (True, False):
+        assert distance(run(model, x, deep), run(done.model, x, deep)) < 1e-12
+
+
 @pytest.mark.parametrize("place", ["bn", "bn2"])
 def test_an_error_in_any_output_is_seen(place: str) -> None:
     model = both()

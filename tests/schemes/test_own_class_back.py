@@ -85,6 +85,21 @@ def test_what_was_learned_comes_back_in_the_callers_class(
     assert all(torch.equal(value, before[name]) for name, value in skeleton.state_dict().items())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batchnorm_in_the_callers_class_is_in_the_mode_of_the_network(
+    source: nn.Module, training: bool
+) -> None:
+    """The note counts images, and not the batches that they come in."""
+    folded = normswap.convert(source, "folded", inputs=IMAGES).model.train(training)
+
+    done = normswap.convert(
+        folded, "batchnorm", inputs=IMAGES, calibrate=[IMAGES, IMAGES[:3].flip(3)], like=Mine()
+    )
+
+    assert {module.training for module in done.model.modules()} == {training}
+    assert any("measured on 7 images" in note for note in done.notes)
+
+
 def test_without_the_class_the_error_says_how_to_give_it(source: nn.Module) -> None:
     folded = normswap.convert(source, "folded", inputs=IMAGES).model
     with pytest.raises(RefusedError, match="like=MODEL"):

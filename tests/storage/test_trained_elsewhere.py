@@ -41,6 +41,38 @@ FILES: dict[str, Callable[[State], Any]] = {
 }
 
 
+class Counted(nn.Module):
+    """A layer that keeps a plain number as extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"factor": self.factor}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.factor = state["factor"]
+
+
+def test_extra_state_is_that_of_the_trained_file(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Counted()).eval()
+
+    done = normswap.convert(build(), "affine", inputs=torch.rand(2, 3, 8, 8))
+    place = normswap.save(done, tmp_path / "net")
+    done.model.get_submodule("2").set_extra_state({"factor": 3.0})
+    torch.save(done.model.state_dict(), tmp_path / "trained.pth")
+
+    loaded = normswap.load(place, skeleton=build(), weights=tmp_path / "trained.pth")
+
+    assert loaded.get_submodule("2").get_extra_state() == {"factor": 3.0}
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     conversion = normswap.convert(normswap.open("demo"), to="skipinit")

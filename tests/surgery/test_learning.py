@@ -4,15 +4,19 @@ A layer of another package may take a norm into a parameter that stands beside t
 such a parameter. The layer here does both.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.sampled_tables import sampled
+from support.scheme_rows import ROWS, Row
 from torch import Tensor, nn
 
 import normswap
 from normswap import provenance
+from normswap.errors import RefusedError
 from normswap.layers import planned_layer
 from normswap.layers.placeholders import Vacant
 from normswap.layers.planned_layer import PlannedLayer
@@ -171,6 +175,59 @@ def test_a_bias_that_carries_frozen_betas_is_frozen() -> None:
         "conv2.bias": False,
     }
     assert not done.notes
+
+
+class Bare(nn.Module):
+    """A residual block whose layers may lack a bias, and gamma and beta."""
+
+    def __init__(self, bias: bool, affine: bool) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 1, bias=bias)
+        self.norm = nn.BatchNorm2d(4, affine=affine)
+        self.conv1 = nn.Conv2d(4, 4, 3, padding=1, bias=bias)
+        self.norm1 = nn.BatchNorm2d(4, affine=affine)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1, bias=bias)
+        self.norm2 = nn.BatchNorm2d(4, affine=affine)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).relu()
+        branch = self.norm1(self.conv1(x)).relu()
+        return (x + self.norm2(self.conv2(branch))).relu()
+
+
+@pytest.mark.parametrize("row", sampled(ROWS, 3))
+def test_nothing_learns_where_nothing_learned(row: Row) -> None:
+    """Whatever new tensors stand for: a bias, a gamma and a scalar that were not there."""
+    for bias, affine in itertools.product((True, False), repeat=2):
+        source = Bare(bias, affine).eval().requires_grad_(False)
+
+        try:
+            done = normswap.convert(source, row.scheme, inputs=IMAGES, **row.options)
+        # Not every scheme takes norms without gamma and beta.
+        except RefusedError:
+            assert not affine
+            continue
+
+        learning_now = [name for name, flag in flags(done.model).items() if flag]
+        assert learning_now == [], (bias, affine)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@pytest.mark.parametrize("row", sampled(ROWS, 3))
+def test_a_tensor_that_keeps_its_name_keeps_its_flag(row: Row, frozen: str) -> None:
+    """Gammas may learn where betas do not, and the other way round."""
+    source = Bare(bias=True, affine=True).eval()
+    for norm in (source.norm, source.norm1, source.norm2):
+        norm.get_parameter(frozen).requires_grad_(False)
+
+    done = normswap.convert(source, row.scheme, inputs=IMAGES, **row.options)
+
+    # Frozen BatchNorm has buffers in their place, and `keeps` is empty there.
+    now = dict(done.model.named_parameters())
+    for path in ("norm", "norm1", "norm2"):
+        for name in ("weight", "bias"):
+            kept = now.get(f"{path}.{name}")
+            assert kept is None or kept.requires_grad is (name != frozen), (path, name)
 
 
 @pytest.mark.parametrize("scheme", ["folded", "affine", "tune", "weightnorm", "groupnorm", "dyt"])

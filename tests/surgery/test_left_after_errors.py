@@ -20,6 +20,7 @@ from test_odd_networks import assert_same, fingerprint
 from torch import Tensor, nn
 
 import normswap
+from normswap.errors import NormswapError
 
 IMAGES = torch.rand(8, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 # At most so many calls of a function fail, one after the other, by default.
@@ -72,6 +73,28 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Path], object]] = {
     "recalibrate": lambda network, _: normswap.recalibrate(network, IMAGES.split(4)),
     "export": export,
 }
+
+
+class InPlace(nn.Module):
+    """Writes into its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(0.5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_forward_that_writes_into_its_input_leaves_the_users_images(
+    name: str, tmp_path: Path
+) -> None:
+    before = IMAGES.clone()
+    network = nn.Sequential(InPlace(), *classifier())
+
+    # A function may refuse such a forward.
+    with suppress(NormswapError):
+        FUNCTIONS[name](network, tmp_path)
+
+    assert torch.equal(IMAGES, before)
 
 
 class Fuse:

@@ -7,7 +7,7 @@ of them exact, all fitted, or mixed in either order.
 import copy
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from torch import nn
 import normswap
 from normswap import schemes
 from normswap.errors import NormswapError, RefusedError
-from normswap.plan import Step
+from normswap.plan import Outcome, Step
 from normswap.schemes.catalogue import PURPOSES, TARGETS
 from normswap.storage import checkpoint
-from normswap.surgery import carrying_out, conversion, reverification
+from normswap.surgery import applying, carrying_out, conversion, reverification
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
 
@@ -255,3 +255,32 @@ def test_the_steps_of_several_calls(case: str, tmp_path: Path) -> None:
     assert done.report.verdict in ("PROVED", "MEASURED")
     assert done.report.steps_before == len(done.plan.steps) - done.steps
     hold_saved(done, before, tmp_path / "net", case)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_earlier_step_that_rescales_blocks_counts_in_what_is_claimed(name: str) -> None:
+    """A later step may give a stream its own scale back."""
+    folded = Step("folded", {}, ())
+    earlier = Step(name, schemes.chosen(name, {}).options, ())
+
+    claims = applying.claims([folded], earlier=[earlier])
+
+    assert applying.claims([folded]).keeps_blocks
+    assert claims.keeps_blocks is schemes.of(earlier).scheme.keeps_blocks
+
+
+def test_what_each_step_says_is_said_of_all() -> None:
+    """Notes and outcomes of an early step are no less the user's than those of the last one."""
+    network = Network(source("batchnorm"), images(2))
+    conversions: list[Conversion] = []
+    for number, target in enumerate(("folded", "skipinit", "weightnorm")):
+        before = conversions[-1] if conversions else network
+        done = normswap.convert(before, target)
+        outcomes = {f"norm{number}": Outcome("folded", f"outcome {number}")}
+        conversions.append(replace(done, notes=(f"note {number}", "of all"), outcomes=outcomes))
+
+    whole = conversion.joined(network, conversions)
+
+    assert whole.notes == ("note 0", "of all", "note 1", "note 2")
+    assert [*whole.outcomes] == ["norm0", "norm1", "norm2"]
+    assert whole.steps == 3

@@ -35,7 +35,6 @@ EMA = {"decay": 0.5, "warmup": False}
         ([5, 30, 30, 30], None, 1, "own"),
     ],
 )
-@pytest.mark.one_in(2)
 def test_best_is_the_network_that_was_most_accurate(
     images: Path,
     tmp_path: Path,

@@ -13,7 +13,7 @@ import inspect
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,7 +217,7 @@ def results() -> dict[str, Any]:
         "storage.checkpoint:save": None,
         "surgery.conversion:convert": converted,
         "surgery.recalibration:changed_answers": None,
-        "surgery.recalibration:recalibrate": converted,
+        "surgery.recalibration:recalibrate": replace(converted, notes=("read",)),
     }
 
 
