@@ -120,7 +120,11 @@ def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> boo
     axis = builder.axes.get(node)
     if site is None or axis is None or not site.is_layernorm:
         return False
-    if site.channel_dim is None or site.module.normalized_shape != (axis.size,):
+    if site.channel_dim is None:
+        return False
+
+    gamma, _ = site.scale_and_shift
+    if gamma.shape != (axis.size,):
         return False
     return axis.last if site.channel_dim == -1 else axis.dim == 1
 

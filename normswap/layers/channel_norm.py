@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from normswap.layers.planned_layer import PlannedLayer
-from normswap.sites.known_norms import KINDS, at_each_position
-from normswap.sites.position_norms import channel_dim
+from normswap.sites.known_norms import KINDS, at_each_position, kind_of
+from normswap.sites.position_norms import channel_dim, epsilon, gamma_and_beta
 
 
 class ShiftedRMSNorm(nn.RMSNorm):
@@ -45,16 +45,57 @@ class ShiftedRMSNorm(nn.RMSNorm):
 KINDS[ShiftedRMSNorm] = at_each_position(-1, centres=False, states_dim=True)
 
 
+class ChannelLayerNorm(nn.LayerNorm):
+    """LayerNorm over dimension 1, without gamma and beta."""
+
+    def __init__(self, channels: int, *, eps: float) -> None:
+        super().__init__(channels, eps=eps, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, ...) to the same shape."""
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+KINDS[ChannelLayerNorm] = at_each_position(1)
+
+
 class BareNorm(PlannedLayer):
-    """A LayerNorm or RMSNorm of the same class, without gamma and beta."""
+    """A LayerNorm or RMSNorm of the same class, without gamma and beta.
+
+    In place of one of a user's own class stands one of torch's class, or of normswap's.
+    """
 
     @classmethod
-    def replacing(cls, old: nn.LayerNorm | nn.RMSNorm, *, like: Tensor) -> nn.Module:
+    def replacing(cls, old: nn.Module, *, like: Tensor) -> nn.Module:
+        kind = kind_of(old)
+        if kind is not None and kind.eps is not None:
+            return cls._of_known_class(old, kind.eps, centres=kind.centres)
+
         # deepcopy takes None for each of these parameters from its memo.
         without_parameters = {id(parameter): None for parameter in nn.Module.parameters(old)}
-        new = copy.deepcopy(old, without_parameters)
-        new.elementwise_affine = False
+        new: nn.Module = copy.deepcopy(old, without_parameters)
+        new.elementwise_affine = False  # type: ignore[assignment]
         return new
+
+    @staticmethod
+    def _of_known_class(old: nn.Module, eps: float, *, centres: bool) -> nn.Module:
+        """Return the bare norm for a hand-written one.
+
+        Args:
+            old: The hand-written norm.
+            eps: Its epsilon, which it does not state under a name that is known.
+            centres: Whether it subtracts the mean.
+        """
+        gamma, _ = gamma_and_beta(old)
+        channels = len(gamma)
+        dim = 1 if channel_dim(old) == 1 else -1
+
+        new: nn.Module = ChannelLayerNorm(channels, eps=eps)
+        if not centres:
+            new = ShiftedRMSNorm(channels, eps=eps, scale=False, shift=False, dim=dim)
+        elif dim == -1:
+            new = nn.LayerNorm(channels, eps=eps, elementwise_affine=False)
+        return new.train(old.training)
 
 
 class RMSNorm(PlannedLayer):
@@ -64,7 +105,7 @@ class RMSNorm(PlannedLayer):
     """
 
     @classmethod
-    def replacing(cls, old: nn.LayerNorm, *, like: Tensor, shift: bool = False) -> nn.RMSNorm:
+    def replacing(cls, old: nn.Module, *, like: Tensor, shift: bool = False) -> nn.RMSNorm:
         """Return the RMSNorm with the LayerNorm's gamma.
 
         Args:
@@ -75,16 +116,18 @@ class RMSNorm(PlannedLayer):
         dim = channel_dim(old)
         if dim is None:
             raise TypeError(f"a {type(old).__name__} is no LayerNorm over the channels")
-        (channels,) = old.normalized_shape
+        channels = len(gamma_and_beta(old)[0])
+        eps = epsilon(old)
 
-        scale = old.weight is not None
+        weight = getattr(old, "weight", None)
+        has_scale = weight is not None
         if shift or dim != -1:
             new: nn.RMSNorm = ShiftedRMSNorm(
-                channels, eps=old.eps, scale=scale, shift=shift, dim=dim
+                channels, eps=eps, scale=has_scale, shift=shift, dim=dim
             )
         else:
-            new = nn.RMSNorm(channels, eps=old.eps, elementwise_affine=scale)
-        new.to(like if old.weight is None else old.weight.detach()[:0])
+            new = nn.RMSNorm(channels, eps=eps, elementwise_affine=has_scale)
+        new.to(like if weight is None else weight.detach()[:0])
 
         for name in ("weight", "bias"):
             new_tensor = getattr(new, name, None)

@@ -9,10 +9,13 @@ whose forward only adds casts. A module without children that owns weight, bias,
 running_var, each of one number per channel, is believed to be a BatchNorm if in eval mode, in
 float64, it computes y = weight (x - mean) / sqrt(var + eps) + bias with its own eps or a usual one.
 One that owns four such tensors under other names is tried with each of them in each role.
+
+A module whose only tensors are the parameters `weight` and `bias`, or `weight`, each of one number
+per channel, is tried as a LayerNorm and as an RMSNorm.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -20,6 +23,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from timm import layers as timm_layers
 from timm.layers import norm as timm_norm, norm_act, split_batchnorm
 from torch import Tensor, nn
@@ -73,6 +77,7 @@ class NormKind:
             they are its running statistics.
         training: Where the norm takes its statistics from in training mode. None means the same as
             in eval mode.
+        eps: The epsilon, where it was measured. With None the norm states it as `eps`.
     """
 
     statistics: Statistics
@@ -84,6 +89,7 @@ class NormKind:
     affine: ReadPair | None = None
     moments: ReadPair | None = None
     training: Statistics | None = None
+    eps: float | None = None
 
 
 _BATCH = NormKind(Statistics.POPULATION, training=Statistics.BATCH)
@@ -135,6 +141,8 @@ KINDS: dict[type[nn.Module], NormKind] = {
 _REGISTERED: dict[type[nn.Module], NormKind] = {}
 # The names of a BatchNorm's tensors: gamma, beta, mean and variance.
 _NAMES = ("weight", "bias", "running_mean", "running_var")
+# The names of the tensors of a LayerNorm and of an RMSNorm, which may have either set.
+_NAMES_AT_EACH_POSITION = ({"weight", "bias"}, {"weight"})
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 _USUAL_EPS = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12, 0.0)
 # A norm is tried on maps, series and volumes of these sizes, after (N, C).
@@ -207,7 +215,7 @@ def kind_of(module: nn.Module) -> NormKind | None:
         return _BATCH
     roles = measured_roles(module)
     if roles is None:
-        return None
+        return measured_at_each_position(module)
     return NormKind(
         Statistics.POPULATION,
         affine=roles.scale_and_shift,
@@ -385,6 +393,86 @@ def _measure_roles(module: nn.Module, orders: Iterable[Sequence[str]]) -> Roles 
                     return roles
         return None
     return None
+
+
+# What `measured_at_each_position` found out, by module.
+_measured_at_each_position: WeakKeyDictionary[nn.Module, NormKind | None] = WeakKeyDictionary()
+
+
+def measured_at_each_position(module: nn.Module) -> NormKind | None:
+    """Return the kind of a LayerNorm or RMSNorm of an unknown class, or None if it is none.
+
+    Only a module is measured whose tensors have the names and shapes of such a norm's. It is
+    measured once, as the values of its tensors do not matter.
+    """
+    if isinstance(module, torch.jit.ScriptModule) or module._modules or module._buffers:
+        return None
+    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    vectors = _vectors(module)
+    if _owned(module).keys() != vectors.keys() or vectors.keys() not in _NAMES_AT_EACH_POSITION:
+        return None
+    if len({len(vector) for vector in vectors.values()}) != 1:
+        return None
+
+    if module not in _measured_at_each_position:
+        _measured_at_each_position[module] = _measure_at_each_position(module)
+    return _measured_at_each_position[module]
+
+
+@torch.no_grad()
+def _measure_at_each_position(module: nn.Module) -> NormKind | None:
+    """Return what `measured_at_each_position` returns for a module with such a norm's tensors.
+
+    A copy of the module with random tensors is run in float64, in eval mode and in training.
+    """
+    # A foreign class may refuse to be copied, and a copy on "meta" has no values.
+    try:
+        norm = copying.duplicate(module, {}).double().cpu()
+    except Exception:
+        return None
+
+    generator = torch.Generator().manual_seed(0)
+    vectors = _vectors(norm)
+    for vector in vectors.values():
+        vector.copy_(torch.randn(len(vector), generator=generator, dtype=torch.float64))
+
+    for dim in (1, -1):
+        noise = torch.randn(2, 3, 5, len(vector), generator=generator, dtype=torch.float64)
+        probes: list[tuple[Tensor, object]] = []
+        # A norm may refuse maps whose channels are in another dimension than its own expects.
+        try:
+            for training, scale in itertools.product((False, True), SCALES):
+                x = scale * noise.movedim(-1, dim)
+                probes.append((x, norm.train(training)(x)))
+        except Exception:
+            continue
+
+        for eps, centres in itertools.product(_eps_candidates(module), (True, False)):
+            kind = at_each_position(dim, centres=centres, eps=eps)
+            if all(is_near(y, _normalized(x, dim, kind, vectors)) for x, y in probes):
+                return kind
+    return None
+
+
+def _normalized(x: Tensor, dim: int, kind: NormKind, vectors: Mapping[str, Tensor]) -> Tensor:
+    """Return what a LayerNorm or RMSNorm computes for x (N, C, H, W) or (N, H, W, C).
+
+    Args:
+        x: The input of the norm.
+        dim: The dimension of the channels.
+        kind: Gives the eps, and whether the mean is subtracted.
+        vectors: `weight`, which is gamma, and perhaps `bias`, which is beta, each (C,).
+    """
+    channels_last = x.movedim(dim, -1)
+    if kind.centres:
+        channels_last = channels_last - channels_last.mean(-1, keepdim=True)
+
+    gamma = vectors["weight"]
+    y = F.rms_norm(channels_last, gamma.shape, gamma, kind.eps)
+    if "bias" in vectors:
+        y = y + vectors["bias"]
+    return y.movedim(-1, dim)
 
 
 def _eps_candidates(module: nn.Module) -> list[float]:

@@ -7,13 +7,14 @@ arXiv:1910.07467).
 LayerScale is y = gamma x (Touvron et al. 2021, arXiv:2103.17239, section 2). timm's LayerScale is
 recognized by its forward. Another library's LayerScale, such as transformers' in DINOv2, is
 recognized by measurement: a module without children, whose only tensor has one number per channel,
-must multiply its input by that tensor.
+must multiply its input by that tensor. LayerNorms and RMSNorms that users write are measured by
+`known_norms.measured_at_each_position`.
 """
 
 import copy
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,6 +45,8 @@ def channel_dim(module: nn.Module) -> int | None:
         return None
     if "forward" in vars(module):
         return None
+    if kind.eps is not None:
+        return kind.dim
 
     shape: tuple[int, ...] = getattr(module, "normalized_shape", ())
     if len(shape) != 1:
@@ -143,11 +146,6 @@ def layer_scale_gamma(module: nn.Module) -> Tensor:
     return parameter.detach().double()
 
 
-def is_layernorm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
-    """Whether a module is a LayerNorm whose `channel_dim` is known."""
-    return isinstance(module, nn.LayerNorm) and channel_dim(module) is not None
-
-
 def is_at_each_position(module: nn.Module) -> bool:
     """Whether a module is any kind of LayerNorm or RMSNorm."""
     kind = kind_of(module)
@@ -176,6 +174,15 @@ def gamma_and_beta(norm: nn.Module) -> tuple[Tensor, Tensor]:
     They are ones and zeros where the norm has none.
     """
     layer = cast(nn.LayerNorm, norm)
-    ones = torch.ones(layer.normalized_shape, dtype=torch.float64)
+    shape = layer.normalized_shape if layer.weight is None else layer.weight.shape
+    ones = torch.ones(shape, dtype=torch.float64)
     beta = getattr(layer, "bias", None)
     return doubled(layer.weight, ones), doubled(beta, torch.zeros_like(ones))
+
+
+def epsilon(norm: nn.Module) -> float:
+    """Return the eps of a LayerNorm or RMSNorm."""
+    kind = kind_of(norm)
+    if kind is not None and kind.eps is not None:
+        return kind.eps
+    return cast(nn.LayerNorm, norm).eps

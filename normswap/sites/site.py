@@ -101,8 +101,8 @@ class Site:
 
     @property
     def is_layernorm(self) -> bool:
-        """Whether the module is torch's LayerNorm, or a subclass."""
-        return isinstance(self.module, nn.LayerNorm)
+        """Whether the module is a LayerNorm, of whatever class."""
+        return self.is_at_each_position and not self.is_rms_norm
 
     @property
     def is_rms_norm(self) -> bool:
