@@ -57,7 +57,7 @@ def predicted_moments(traced: Traced) -> dict[str, Pair]:
 
         # The statistics of a norm that is called twice are those of a mixture of two inputs.
         sources = inputs(node)
-        is_called_once = len(traced.calls[id(site.module)]) == 1
+        is_called_once = site.called == 1
         if len(sources) == 1 and sources[0] in moments and is_called_once:
             norm_inputs[str(node.target)] = moments[sources[0]]
         moments[node] = _norm_output(site)

@@ -177,10 +177,10 @@ def _fold_scalar(builder: PlanBuilder, site: Site) -> None:
     module = site.module
     if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
-    call, *other_calls = builder.traced.calls[id(module)]
-    if other_calls:
+    if site.called > 1:
         raise NotFoldable("it is called more than once")
 
+    call = builder.traced.calls[id(module)][0]
     (above,) = inputs(call)
     with propagation.attempt(builder):
         linear_paths = propagation.enlarge(builder, above, module.alpha.item(), {call})

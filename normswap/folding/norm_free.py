@@ -36,7 +36,7 @@ def free(builder: PlanBuilder) -> None:
         if not isinstance(module, GammaAct) or not builder.anatomy.takes_part(str(node.target)):
             continue
         # If the module is called in several places, its one gamma cannot move into all of them.
-        if module.gamma != 1 and len(traced.calls[id(module)]) == 1:
+        if module.gamma != 1 and traced.called(module) == 1:
             with _or_note(builder, str(node.target)):
                 _move_forward(builder, node, module.gamma, f"{node.target}.gamma")
 

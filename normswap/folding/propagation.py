@@ -227,7 +227,7 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
     tensor_path = builder.traced.read_directly(linear)
     if tensor_path:
         raise NotFoldable(f"{tensor_path} is read elsewhere in forward")
-    if once and len(builder.traced.calls[id(linear)]) > 1:
+    if once and builder.traced.called(linear) > 1:
         raise NotFoldable(f"{path} is called more than once")
 
 

@@ -301,8 +301,8 @@ class _GraphReader(NodeReader):
         """Return the path of the module at the end of a branch, where a scalar can go, or None.
 
         It is the innermost module inside the block that returns the branch's value in its only
-        call. A dropout or pool that forward calls elsewhere, too, is no such module: a positive
-        scalar passes it, so the scalar goes in front of it.
+        call of a forward. A dropout or pool that forward calls elsewhere, too, is no such module: a
+        positive scalar passes it, so the scalar goes in front of it.
 
         Args:
             branch: The node of the branch's value.
@@ -313,9 +313,9 @@ class _GraphReader(NodeReader):
         node: fx.Node | None = branch
         while node is not None and self.traced.users[node] == [reader]:
             for path in self.traced.outputs.get(node, []):
-                calls = [other for other, paths in self.traced.outputs.items() if path in paths]
                 around = (*node.meta["inside"], path)
-                if len(calls) == 1 and around[: len(around_block)] == around_block:
+                is_inside = around[: len(around_block)] == around_block
+                if is_inside and self._is_returned_from_once(path):
                     return path
 
             module = self.traced.module(node)
@@ -324,6 +324,14 @@ class _GraphReader(NodeReader):
             reader = node
             node = single(inputs(node))
         return None
+
+    def _is_returned_from_once(self, path: str) -> bool:
+        """Whether no record of forward has two values that the module at `path` returned."""
+        graphs: list[fx.Graph] = []
+        for node, paths in self.traced.outputs.items():
+            if path in paths:
+                graphs.append(node.graph)
+        return len(graphs) == len(set(graphs))
 
     def _order(
         self, total: fx.Node, on_branch: list[fx.Node], fork: fx.Node, container: str

@@ -102,7 +102,7 @@ def _shift_activations(builder: PlanBuilder) -> None:
         calls = traced.calls.get(id(module), ())
         if not calls or not is_activation(module) or not builder.anatomy.takes_part(path):
             continue
-        if len(calls) > 1:
+        if traced.called(module) > 1:
             builder.notes.append(f"{path} gets no bias before it: it is called several times")
         elif calls[0] not in after_sums:
             builder.replace(path, "ScalarBias")

@@ -91,7 +91,7 @@ def scale_readers(builder: PlanBuilder, node: fx.Node, factor: float) -> None:
 
         module = traced.module(reader)
         path = str(reader.target)
-        if module is None or len(traced.calls[id(module)]) > 1 or not _passes(builder, path):
+        if module is None or traced.called(module) > 1 or not _passes(builder, path):
             raise NotFoldable(f"{name(reader)} reads the residual stream, and can hold no factor")
         if factor != 1:
             place_scale(builder, path, factor, False, layer="FixedScale")

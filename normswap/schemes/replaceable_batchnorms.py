@@ -72,7 +72,7 @@ def conv_before(builder: PlanBuilder, norm: Site) -> str | None:
         above = producers(builder, norm)
     except NotFoldable:
         return None
-    if len(calls) > 1 or above != {path: None} or path in builder.linears:
+    if norm.called > 1 or above != {path: None} or path in builder.linears:
         return None
     return path
 
@@ -125,5 +125,5 @@ def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:
             lacking,
             "its norms are LayerNorms: they take statistics of each token, and without those too"
             f" much accuracy is lost ({anatomy.refused_norms})",
-            f"Try '{spelled('to', 'rmsnorm')}', which is exact",
+            f"Try '{spelled('to', 'rmsnorm')}', which is exact, or says which norms must stay",
         )

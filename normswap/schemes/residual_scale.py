@@ -236,7 +236,7 @@ def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None
 
     # Only a module that is called once, such as a ReLU, can hold the factor: act(a x) = a act(x).
     module = traced.module(users[0]) if len(users) == 1 else None
-    if module is None or not is_homogeneous(module) or len(traced.calls[id(module)]) > 1:
+    if module is None or not is_homogeneous(module) or traced.called(module) > 1:
         if block.order == "post" and not propagates_scale(builder, users[0]):
             raise NotFoldable("a factor of the sum cannot pass the activation that follows")
         return None

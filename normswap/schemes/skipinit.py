@@ -257,7 +257,7 @@ def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
         check_linear(builder, path, module)
     except NotFoldable:
         return False
-    once = len(builder.traced.calls[id(module)]) == 1
+    once = builder.traced.called(module) == 1
     return isinstance(module, nn.Linear) and once and path not in builder.linears
 
 
@@ -382,7 +382,7 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
         NotFoldable: No norm says how much the output varies.
     """
     traced = anatomy.traced
-    (call,) = traced.calls[id(traced.modules[conv])]
+    call = traced.calls[id(traced.modules[conv])][0]
 
     node: fx.Node | None = block.branch
     while node is not None and node is not call:
