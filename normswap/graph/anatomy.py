@@ -108,10 +108,6 @@ class Block:
     branch: fx.Node = field(repr=False, compare=False)
 
 
-# Why a norm is seen that no module is.
-CALLS_BATCH_NORM = "forward calls batch_norm itself, not a module"
-
-
 @dataclass(frozen=True)
 class Anatomy:
     """The result of `inspect`.
@@ -130,8 +126,8 @@ class Anatomy:
         widths: The numbers of outputs of the linear layers that end the network.
         outside: Paths of the modules that a conversion leaves as they are (`restrict`).
         provenance: Where the network is from, how it was converted, and the norms that it once had.
-        functional_norms: The paths of the modules whose forward calls `batch_norm` itself. The path
-            is empty for the network.
+        functional_norms: A sentence for each module whose forward calls `batch_norm`, `layer_norm`
+            or another norm's function itself, by its path. The path is empty for the network.
     """
 
     blocks: tuple[Block, ...]
@@ -144,13 +140,12 @@ class Anatomy:
     widths: frozenset[int] = frozenset()
     outside: frozenset[str] = frozenset()
     provenance: Provenance = field(default_factory=Provenance, repr=False, compare=False)
-    functional_norms: tuple[str, ...] = ()
+    functional_norms: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def refusals(self) -> tuple[tuple[str, str], ...]:
         """The path of every module that could not be looked into, with the reason."""
-        functional = [(path, CALLS_BATCH_NORM) for path in self.functional_norms]
-        return (*self.traced.opaque.items(), *functional)
+        return (*self.traced.opaque.items(), *self.functional_norms.items())
 
     def site(self, path: str) -> Site:
         """Return what the module at a path is, and how forward reaches it."""
@@ -167,7 +162,7 @@ class Anatomy:
         The text is empty if there are none.
         """
         reasons = {norm.path: norm.site.refusal for norm in self.norms}
-        reasons |= dict.fromkeys(self.functional_norms, CALLS_BATCH_NORM)
+        reasons |= self.functional_norms
         refused = [
             (path or "the network itself", why)
             for path, why in reasons.items()

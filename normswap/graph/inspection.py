@@ -41,6 +41,13 @@ _SPLITS = (
     "tensor_split",
 )
 
+_NORM_NAMES = ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm")
+# The functions of norms, as torch.nn.functional and as torch have them, with their names.
+_NORM_FUNCTIONS: dict[object, str] = {
+    **{getattr(F, name): name for name in _NORM_NAMES},
+    **{getattr(torch, name): name for name in _NORM_NAMES},
+}
+
 
 def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     """Read the anatomy of a network from one recorded forward, or several.
@@ -83,16 +90,22 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     )
 
 
-def _functional_norms(traced: Traced) -> tuple[str, ...]:
-    """Return the paths of the modules whose forward calls batch_norm on stored statistics."""
-    paths: list[str] = []
+def _functional_norms(traced: Traced) -> dict[str, str]:
+    """Return which norm's function a module's forward calls itself: a sentence, by path.
+
+    A function that is called on a weight, as weight standardization does, is none of them.
+    """
+    images = [node for node in traced.nodes if node.op == "placeholder"]
+    sentences: dict[str, str] = {}
     for node in traced.nodes:
-        if node.target not in (F.batch_norm, torch.batch_norm):
+        name = _NORM_FUNCTIONS.get(node.target)
+        if name is None or not any(traced.depends(node, image) for image in images):
             continue
-        statistics = (*node.args[1:3], node.kwargs.get("running_mean"))
-        if any(isinstance(argument, fx.Node) for argument in statistics):
-            paths.append("".join(node.meta["inside"][-1:]))
-    return tuple(dict.fromkeys(paths))
+        path = "".join(node.meta["inside"][-1:])
+        # A network that is nothing but a norm calls its own function.
+        if not traced.site(path).is_norm:
+            sentences.setdefault(path, f"forward calls {name} itself, not a module")
+    return sentences
 
 
 class _GraphReader(NodeReader):

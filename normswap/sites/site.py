@@ -293,6 +293,8 @@ class Site:
                 f"the {type(self.holder).__name__} around it folds it anew in each forward, for"
                 " quantization-aware training: convert the network before `prepare_qat`"
             )
+        if self.tensor_read and not self.path:
+            return "it is the whole network, where no layer can stand: wrap it in nn.Sequential"
         if self.tensor_read and self.called:
             return f"{self.tensor_read} is read in forward, not only by the norm itself"
         if self.tensor_read:

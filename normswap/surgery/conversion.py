@@ -20,8 +20,8 @@ from normswap.errors import (
 )
 from normswap.folding import norm_free
 from normswap.folding.overwriting import aliasing_conflicts
-from normswap.folding.plan_builder import NEVER_CALLED, PlanBuilder, counts
-from normswap.graph.anatomy import CALLS_BATCH_NORM, Anatomy, naming, patterns, restrict
+from normswap.folding.plan_builder import KEEPS_STATISTICS, NEVER_CALLED, PlanBuilder
+from normswap.graph.anatomy import Anatomy, naming, patterns, restrict
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
@@ -172,17 +172,19 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
 
     why = f"its norms are {kinds}"
-    if anatomy.refused_norms:
+    if anatomy.refused_norms and not builder.outcomes:
         why += f" ({anatomy.refused_norms})"
     if builder.outcomes:
-        counted = counts(builder.outcomes.values()).items()
-        listed = ", ".join(f"{count} {outcome}" for outcome, count in counted)
-        why += f", and stay as they are: {listed}"
+        reasons = {path: str(outcome) for path, outcome in builder.outcomes.items()}
+        why += f". {by_reason(reasons, 'the network itself')}"
 
+    outcomes = set(builder.outcomes.values())
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
-    if builder.outcomes:
+    if outcomes:
+        remedy = "Name another scheme"
+    if outcomes == {KEEPS_STATISTICS}:
         remedy = f"They are what `{to}` would place. Name another scheme"
-    if builder.outcomes and set(builder.outcomes.values()) == {NEVER_CALLED}:
+    if outcomes == {NEVER_CALLED}:
         remedy = "Forward calls none of them, so the network computes without norms"
     if any(norm.averages for norm in norms):
         images = f"'{spelled('calibrate', metavar='DATA')}' (images, no labels needed)"
@@ -286,8 +288,8 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
 
         last = carrying_out.carry_out(network, step)
         functional = [
-            f"{path or 'the network itself'} keeps its norm: {CALLS_BATCH_NORM}"
-            for path in network.anatomy.functional_norms
+            f"{path or 'the network itself'} keeps its norm: {sentence}"
+            for path, sentence in network.anatomy.functional_norms.items()
         ]
         notes = (*network.anatomy.traced.remarks, *functional, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))

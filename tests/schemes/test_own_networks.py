@@ -158,3 +158,26 @@ class Unused(nn.Module):
 def test_a_norm_that_forward_never_calls_is_not_what_the_scheme_places(scheme: str) -> None:
     with pytest.raises(RefusedError, match="Forward calls none of them"):
         normswap.convert(Unused().eval(), scheme, inputs=torch.randn(2, 3, 8, 8))
+
+
+def test_a_norm_that_stays_says_why() -> None:
+    source = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())
+
+    with pytest.raises(
+        RefusedError, match="1: stays with its scale and shift: 2 reads it"
+    ) as error:
+        normswap.convert(source.eval(), "folded", inputs=torch.randn(2, 8))
+
+    # `folded` places no LayerNorm.
+    assert "would place" not in str(error.value)
+
+
+def test_a_network_that_is_nothing_but_a_norm_is_wrapped() -> None:
+    norm = nn.BatchNorm2d(3).eval()
+    images = torch.randn(2, 3, 8, 8)
+
+    with pytest.raises(RefusedError, match=r"the network itself: .*nn\.Sequential"):
+        normswap.convert(norm, "folded", inputs=images)
+
+    result = normswap.convert(nn.Sequential(norm), "folded", inputs=images)
+    assert result.report.verdict == "PROVED"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap.errors import RefusedError
+from normswap.graph.inspection import inspect
 from normswap.sites.site import site_of
 
 C = 8
@@ -173,3 +174,40 @@ def test_a_call_in_the_networks_own_forward_is_said() -> None:
     source.norm2 = nn.Identity()
     with pytest.raises(RefusedError, match="the network itself: forward calls batch_norm itself"):
         normswap.convert(source, "folded", inputs=IMAGES)
+
+
+class Calling(nn.Module):
+    """A part of a network that calls a norm's function in its forward, behind a layer."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.ReLU()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("layer_norm", lambda x: F.layer_norm(x, x.shape[1:])),
+        ("group_norm", lambda x: torch.group_norm(x, 2)),
+        ("instance_norm", F.instance_norm),
+        ("rms_norm", lambda x: F.rms_norm(x, x.shape[-1:])),
+        ("batch_norm", lambda x: F.batch_norm(x, None, None, training=True)),
+    ],
+)
+def test_a_call_of_any_norms_function_is_said(
+    name: str, function: Callable[[Tensor], Tensor]
+) -> None:
+    source = Net(lambda: Calling(function)).eval()
+
+    with pytest.raises(RefusedError, match=f"norm1: forward calls {name} itself"):
+        normswap.convert(source, "folded", inputs=IMAGES)
+
+
+def test_a_weight_that_is_normalized_is_no_norm() -> None:
+    weight = torch.randn(C, C, 1, 1)
+    source = Net(lambda: Calling(lambda x: F.conv2d(x, F.layer_norm(weight, (C, 1, 1))))).eval()
+    assert inspect(source, IMAGES).functional_norms == {}
