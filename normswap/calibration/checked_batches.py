@@ -52,7 +52,11 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
 
 
 def _shown(sizes: tuple[tuple[int, ...], ...] | None) -> object:
-    """Return the size of a call's only tensor, or the sizes of all its tensors."""
+    """Return the sizes of a call's tensors as a message shows them: a single one stands alone.
+
+    Args:
+        sizes: The size of each tensor. None if the call has none.
+    """
     if sizes and len(sizes) == 1:
         return sizes[0]
     return sizes

@@ -211,18 +211,23 @@ class End:
             theirs: The layer's node in the source.
             ours: The layer's node in the result.
         """
-        nodes = (theirs, ours)
-        ends = [
-            _follow(interpreter.traced, node)
-            for interpreter, node in zip(interpreters, nodes, strict=True)
-        ]
-        arms = ends[0].arms + ends[1].arms
-        if len(arms) < 2 or any(
-            interpreter.index[arm] >= interpreter.index[node]
-            for interpreter, arm, node in zip(interpreters, arms, nodes, strict=True)
-        ):
-            arms = ()
-        return cls(ends[0].scale, arms)
+        source, result = interpreters
+        source_end = _follow(source.traced, theirs)
+        result_end = _follow(result.traced, ours)
+
+        # An end that is a sum has one arm, and any other has none.
+        arms = source_end.arms + result_end.arms
+        both_are_sums = len(arms) == 2
+        if not both_are_sums:
+            return cls(source_end.scale, ())
+
+        their_arm, our_arm = arms
+        are_known = (
+            source.index[their_arm] < source.index[theirs]
+            and result.index[our_arm] < result.index[ours]
+        )
+        # What is fitted to is the source's output, so its scale counts.
+        return cls(source_end.scale, arms if are_known else ())
 
     @functools.cached_property
     def alive(self) -> bool:

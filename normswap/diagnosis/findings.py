@@ -232,7 +232,7 @@ class Case:
         return moments_by_part
 
     def renewed(self, calls: Sequence[Example]) -> nn.Module:
-        """Return a copy of the network with the statistics of these images."""
+        """Return a copy of the network whose norms have the statistics of these calls."""
         model = copying.duplicate(self.model, {})
         population.estimate_population(model, calls)
         return model

@@ -355,8 +355,9 @@ def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
 def _divergence(image_moments: Tensor, mean: Tensor, var: Tensor) -> float:
     """Return how far the images' channels are from N(mean, var), as a KL divergence.
 
-    KL = (r - 1 - log r + (m - mean)^2 / var) / 2 with r = v / var, where m and v are the observed
-    mean and variance of a channel. Of all channels, the middle ones are averaged.
+    KL = (r - 1 - log r + (m - mean)^2 / var) / 2 with r = v / var, where m and v are the mean and
+    variance of a channel over all images. It is averaged over the channels, without the tenth that
+    differs least and the tenth that differs most.
 
     Args:
         image_moments: Mean and mean square of each channel in each image, (2, N, C).
@@ -371,7 +372,6 @@ def _divergence(image_moments: Tensor, mean: Tensor, var: Tensor) -> float:
     shift = (observed_mean - mean).square() / (var + 1e-12)
     divergences = ((ratio - 1 - ratio.log() + shift) / 2).sort().values
 
-    # The tenth of the channels that differ least, and the tenth that differ most, are left out.
     tenth = len(divergences) // 10
     return float(divergences[tenth : len(divergences) - tenth].mean())
 

@@ -460,13 +460,14 @@ class _Compared:
         Args:
             labels: The names of the outputs that are labels.
         """
-        errors = [self.distances.by_output[name].relative_l2 for name in labels]
-        if not labels or self.dtype == "int8" or not math.isfinite(max(errors)):
+        # Of labels, the distance is the share that differs. int8 claims nothing of any output.
+        differing = [self.distances.by_output[name].relative_l2 for name in labels]
+        if not labels or self.dtype == "int8" or not math.isfinite(max(differing)):
             return ""
         where = ""
         if len(self.distances.by_output) > 1:
             where = f" of {', '.join(labels[:4])}"
-        equal = f"{100 * (1 - max(errors)):.4g} %"
+        equal = f"{100 * (1 - max(differing)):.4g} %"
         return f"only labels were compared{where}, not the scores behind them: {equal} are equal"
 
     def _allowed(self, name: str) -> float:

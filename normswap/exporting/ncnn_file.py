@@ -29,7 +29,7 @@ _BOOKKEEPING = ("Input", "Split", "MemoryData")
 
 
 def write(contents: FileContents, file: Path) -> None:
-    """Write the network and its metadata to a .param file.
+    """Write the network and its metadata to a .param file, and the weights to a .bin beside it.
 
     Inputs and outputs have the names that the sidecar gives them.
 
@@ -39,12 +39,13 @@ def write(contents: FileContents, file: Path) -> None:
     """
     signature = contents.network.signature
     half = contents.network.dtype == torch.float16
-    # It lies in the folder of `atomic_write`. If the process is killed, the next export names that
-    # folder to the user.
+    # The temporary folder is made inside that of `atomic_write`. If the process is killed, the next
+    # export names the latter to the user.
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         place = Path(folder) / "network.ncnn.param"
-        whole = contents.in_float32
-        or_simpler(whole, lambda network: _convert(network, whole.example, place, half=half))
+        network = contents.in_float32
+        # Where the converter lacks an operator, the network is written with simpler ones.
+        or_simpler(network, lambda written: _convert(written, network.example, place, half=half))
         layers = _named(place.read_text(encoding="utf-8"), signature)
         shutil.copyfile(place.with_suffix(".bin"), file.with_suffix(".bin"))
 

@@ -102,7 +102,7 @@ class Channels:
             of these channels, else None.
         """
         sources = inputs(node)
-        arms = [self._channels_of.get(source) for source in sources]
+        channels_read = [self._channels_of.get(source) for source in sources]
         module = self.traced.module(node)
 
         # A linear layer ends the channels that it reads and begins new ones.
@@ -111,7 +111,7 @@ class Channels:
             reads = self._channels_of.get(sources[0])
             # Inputs that are not followed, or not one by one, keep the factor 1.
             if reads is None or len(reads) != width:
-                self._fix(arms)
+                self._fix(channels_read)
                 reads = [FIXED] * width
 
             # The outputs are new channels, each in a group of its own.
@@ -122,30 +122,33 @@ class Channels:
             return reads
 
         # If the node passes no factors on, the channels that it reads keep the factor 1.
-        passed = self._passed(node, sources, arms)
+        passed = self._passed(node, sources, channels_read)
         if passed is None:
-            self._fix(arms)
+            self._fix(channels_read)
             return None
         self._channels_of[node] = passed
         return passed if _shifts(module) else None
 
     def _passed(
-        self, node: fx.Node, sources: list[fx.Node], arms: list[list[int] | None]
+        self, node: fx.Node, sources: list[fx.Node], read: list[list[int] | None]
     ) -> list[int] | None:
-        """Return the channel numbers of the node's value, or None if no factor passes the node.
+        """Return the channels of the node's value, or None if no factor passes the node.
+
+        A channel is a number that no other channel of the network has.
 
         Args:
             node: A node that calls no linear layer.
-            sources: The nodes that the node reads.
-            arms: For each of `sources` the numbers of its channels, or None if they are not known.
+            sources: The nodes that the node reads, each once.
+            read: The channels of each of `sources`, or None if they are not known.
         """
-        if not any(arms):
+        if not any(read):
             return None
 
-        # A concatenation along the channels joins them.
+        # A concatenation along the channels has the channels of its list, which may name a source
+        # more than once.
         if (
             node.target is torch.cat
-            and all(arms)
+            and all(read)
             and argument(node, 1, "dim", "axis", default=0) == 1
         ):
             joined: list[int] = []
@@ -153,12 +156,12 @@ class Channels:
                 joined += self._channels_of[source]
             return joined
         if len(sources) == 1:
-            return self._passed_alone(node, sources[0], arms[0] or [])
+            return self._passed_alone(node, sources[0], read[0] or [])
 
         # A sum: channels at the same position must share a factor.
         shape = node.meta["shape"]
-        if is_add(node) and all(arms) and all(source.meta["shape"] == shape for source in sources):
-            first, second = (channels or [] for channels in arms)
+        if is_add(node) and all(read) and all(source.meta["shape"] == shape for source in sources):
+            first, second = (channels or [] for channels in read)
             for one, other in zip(first, second, strict=True):
                 self._join(one, other)
             return first
@@ -166,7 +169,7 @@ class Channels:
             # A gate x g(x) passes the factors of x on, so g(x) must keep the factor 1.
             main = self.traced.main_input(node)
             if main is not None and main.meta["shape"] == shape:
-                pairs = zip(sources, arms, strict=True)
+                pairs = zip(sources, read, strict=True)
                 self._fix([channels for source, channels in pairs if source is not main])
                 return self._channels_of.get(main)
         return None
@@ -229,13 +232,13 @@ class Channels:
             return False
         return True
 
-    def _fix(self, arms: Sequence[list[int] | None]) -> None:
+    def _fix(self, several: Sequence[list[int] | None]) -> None:
         """Give all these channels the factor 1.
 
         Args:
-            arms: The numbers of the channels, arm by arm. None stands for an arm without numbers.
+            several: The channels of several values. None stands for a value that has none.
         """
-        for channels in arms:
+        for channels in several:
             for channel in channels or ():
                 self._join(channel, FIXED)
 

@@ -80,6 +80,8 @@ def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
         builder.notes.append(f"{path} keeps its factors: they are not those of a NormFreeBlock")
         return
 
+    # beta stands behind an activation, so the layers after it take it. The other factors stand at
+    # the branch's end, where the layers before them take them.
     for (name, factor), node in zip(factors.items(), products, strict=True):
         move = _move_forward if name == "beta" else _move_back
         with _or_note(builder, path):

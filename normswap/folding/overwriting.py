@@ -67,14 +67,16 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
         if node.target is not after:
             continue
 
-        # The two inputs of `after` are names of one memory. A layer above both names cannot part
-        # them. A layer above one of them alone parts them if it copies.
-        read_names, written_names = (_passing(traced, value) for value in inputs(node))
-        apart = [name for name in read_names if name not in written_names]
-        apart += [name for name in written_names if name not in read_names[1:]]
-        for name in apart:
-            path = str(name.target)
-            if name.op == "call_module" and _copies(builder, path):
+        # An `after` node has two inputs: a value that is read, and the node that wrote into its
+        # memory through another view of it. Layers that return their input's memory lead to each.
+        # A layer on the way to one of them alone would part them if it copied.
+        to_value, to_write = (_passing(traced, value) for value in inputs(node))
+        only_to_value = [step for step in to_value if step not in to_write]
+        # The value's own node, which comes first, is parted from the write as any other.
+        only_to_write = [step for step in to_write if step not in to_value]
+        for step in (*only_to_value, *only_to_write):
+            path = str(step.target)
+            if step.op == "call_module" and _copies(builder, path):
                 conflicts[path] = (
                     "what it passes on is written to later, and read under the name it had before"
                 )

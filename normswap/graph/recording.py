@@ -439,12 +439,7 @@ def _does_not_run(
         headline += f", at {failed_path}"
 
     # Mixed dtypes are the likely cause.
-    dtypes: list[str] = []
-    for tensor in (*nn.Module.parameters(model), *nn.Module.buffers(model), example.images):
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if (is_number or tensor is example.images) and dtype not in dtypes:
-            dtypes.append(dtype)
+    dtypes = _dtypes(model, example)
     if len(dtypes) > 1:
         why = f"the network and its input are of {' and '.join(dtypes)}: {reason(error)}"
         return TraceError(headline, why, "Cast them to one: model.float(), x.float()")
@@ -452,6 +447,21 @@ def _does_not_run(
     size = spelled("input_size", metavar="C,H,W")
     remedy = f"Say what it takes: `{size}`, or `--input NAME=SHAPE` (in Python `inputs=`)"
     return TraceError(headline, reason(error), remedy)
+
+
+def _dtypes(model: nn.Module, example: Example) -> list[str]:
+    """Return the dtypes of a network's numbers, and of its images: several may not fit together.
+
+    Integers of the network are counters or indices, which any network has beside its numbers.
+
+    Args:
+        model: The network.
+        example: The call.
+    """
+    own = (*nn.Module.parameters(model), *nn.Module.buffers(model))
+    numbers = [tensor for tensor in own if tensor.is_floating_point() or tensor.is_complex()]
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (*numbers, example.images)]
+    return list(dict.fromkeys(names))
 
 
 def _copy_to_record(model: nn.Module, *, heads: bool) -> nn.Module:

@@ -81,7 +81,8 @@ class Scale(PlannedLayer, OwnLayer):
         act = affine.copied_activation(old)
         if act is None:
             return scale
-        # The norm wrote into memory of its own. What reaches the activation now, others may read.
+        # Without the norm, the activation gets a tensor that other layers may read, too, so it must
+        # not write into it. `Vacant` says that a norm stood here.
         return Chain(Vacant(out_of_place(act)), scale)
 
 

@@ -46,7 +46,7 @@ class Kind:
     foreign: bool = False
 
     def load(self) -> ModuleType:
-        """Return the module that builds such networks.
+        """Return the Python module that builds networks of this kind.
 
         Raises:
             SourceError: The package that the kind needs is not installed.

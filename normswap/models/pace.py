@@ -11,10 +11,11 @@ _BETWEEN = 30.0
 class Pace:
     """A `progress` function that says how far the work is and about how long the rest takes.
 
-    Time is taken from the first part on, since what comes before the first part is not repeated.
+    The work is done in parts, such as batches. The clock starts when the first part is done, since
+    what is prepared before it is prepared once.
 
     Args:
-        work: What is done, as each sentence begins.
+        work: What is done: the words that each sentence begins with.
         say: Called with each sentence.
         clock: Returns the time in seconds.
     """

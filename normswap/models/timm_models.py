@@ -199,12 +199,14 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
 
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
-    """Return the architecture of a config.json, and timm's record of weights and images.
+    """Return the architecture of a config.json, and its `pretrained_cfg`.
+
+    The latter is timm's record of where weights lie and how images are prepared.
 
     Args:
         file: The path of config.json.
         origin: The name of the MODEL, for messages.
-        arguments: The arguments that the user gave.
+        arguments: The arguments that the user gave, which override those of the file.
     """
     architecture, model_args, stated = hub.read_config(file, origin)
     _check_known(architecture)

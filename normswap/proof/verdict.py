@@ -138,9 +138,9 @@ def word(*, exact: bool, passed: bool, unproved: bool) -> str:
 
     Args:
         exact: Whether the result claims to compute the source's function.
-        passed: Whether everything that was compared is as it should be, and something could have
-            shown a mistake.
-        unproved: Whether nothing could have shown one.
+        passed: Whether all comparisons agree, and at least one of them would have differed if the
+            result were wrong.
+        unproved: Whether no comparison would have differed even if the result were wrong.
     """
     if passed:
         return "PROVED" if exact else "MEASURED"

@@ -35,15 +35,20 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
     check_blocks(anatomy)
 
     builder = fold_norms(anatomy)
-    if init != "keep":
+    starts_anew = init != "keep"
+    if starts_anew:
         _reset(builder, zeros=init != "scaled", scaled=init != "zeros")
     _shift_layers(builder)
-    if init != "keep":
+    # The paper has scalar biases alone. Weights that are kept need the biases of their norms.
+    if starts_anew:
         _drop_channel_biases(builder)
     _place_scales(builder)
-    if not anatomy.norms and not anatomy.provenance.original_paths:
-        _shift_activations(builder)
 
+    # A norm before an activation leaves its place to the bias. In a network that never had norms,
+    # the activations themselves get it.
+    never_had_norms = not anatomy.norms and not anatomy.provenance.original_paths
+    if never_had_norms:
+        _shift_activations(builder)
     for path, module in anatomy.traced.modules.items():
         if (
             builder.is_removed(path, module)

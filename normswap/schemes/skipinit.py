@@ -251,7 +251,7 @@ def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
 
 
 def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
-    """Whether the layer at a path is linear, is called once by forward, and absorbs nothing."""
+    """Whether the layer at a path is linear, is called once by forward, and folds no norm."""
     module = builder.traced.modules[path]
     try:
         check_linear(builder, path, module)

@@ -143,9 +143,11 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
 
 
 def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) -> bool:
-    """Return whether a parameter of the layer that takes the place of another module learns.
+    """Return whether a parameter learns that stands in a new layer, in the place of another module.
 
-    That module is a norm, or any other module but a linear layer.
+    The first that exists decides: the tensor of the same name in that module; a gamma or beta that
+    the parameter stands for; or whether that module has anything that learns. The module is a norm,
+    or any other but a linear layer.
 
     Args:
         name: The parameter's name in the new layer.
@@ -166,7 +168,7 @@ def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) 
 
     for module in stood_for:
         tensor = _tensor(module, names)
-        # The scalar of a branch is more than a constant gamma, so only a parameter decides.
+        # A gamma that is a buffer is a constant: it decides of a gamma, not of a branch's alpha.
         if tensor is not None and (leaf != "alpha" or isinstance(tensor, nn.Parameter)):
             return tensor.requires_grad
     return any(_learning(module) for module in stood_for)

@@ -50,7 +50,7 @@ class _CallsOfBatches:
 
     Args:
         calibrate: The batches, the function or the single batch.
-        form: How the network is called, without values.
+        form: The names and places of the arguments of a call, without their values.
     """
 
     def __init__(self, calibrate: Batches, form: Example) -> None:

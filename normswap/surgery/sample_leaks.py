@@ -345,7 +345,9 @@ class _LeakTrial:
     def _leaking_outputs(
         self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """Return the outputs that move for the kept sample, with the relative L2 of the move.
+        """Return the outputs that differ for the sample that both runs share, and by how much.
+
+        The difference is a relative L2.
 
         Args:
             first: The outputs of the run on the batch itself, by name.

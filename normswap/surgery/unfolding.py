@@ -267,7 +267,7 @@ def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> Non
     Args:
         edit: An edit that folds the source.
         modules: The source's modules, by path.
-        now: The layer of the converted network's canonical form that stands at the edit's path.
+        now: The layer at the edit's path in the converted network, after its norms are folded.
 
     Raises:
         RefusedError: The source's layers cannot compute it.

@@ -277,7 +277,11 @@ class Folder:
         return position, body
 
     def write_network(self, model: nn.Module, place: Path) -> None:
-        """Replace best/ or last/.
+        """Write a network in the place of the one that is there.
+
+        Args:
+            model: The network.
+            place: The folder, best/ or last/.
 
         Raises:
             OutputError: The network cannot be written. The old one stays.

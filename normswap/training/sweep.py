@@ -335,14 +335,16 @@ class Sweep:
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
         """Open a database.
 
-        In SQLite a transaction takes the write lock at its beginning. If two transactions read
-        first, they would wait for each other.
+        Every transaction in SQLite takes the write lock when it begins. By default it takes the
+        lock at its first write, and two that have both read by then block each other.
         """
         storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
         if storage.engine.name == "sqlite":
             from sqlalchemy import event
 
+            # Connections that are open already would not be told.
             storage.engine.dispose()
+            # The driver begins no transaction by itself, so the engine says how one begins.
             event.listen(
                 storage.engine,
                 "connect",
