@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from lab.benchmarks.after_the_swap import PICTURE, figures, trained
 from PIL import Image
-from support.lab_tables import ROOT, text
+from support.lab_tables import ROOT, number, row_of, table, text
 from support.readme_figures import SENTENCES, measured
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,11 +30,30 @@ def test_the_picture_of_readme_is_of_the_table_of_today() -> None:
     assert drawn == [*figures(), trained()], "run python tests/lab/benchmarks/after_the_swap.py"
 
 
+def test_the_page_on_int8_says_what_equalization_gains() -> None:
+    channel = row_of("equalization.md", network="lite0", int8_weights="per channel")
+    tensor = row_of("equalization.md", network="lite0", int8_weights="per tensor")
+    moves: list[float] = []
+    for row in table("equalization.md"):
+        if row["network"] != "lite0":
+            moves.append(abs(number(row["gain, points"])))
+
+    page = " ".join((ROOT / "docs" / "int8.md").read_text(encoding="utf-8").split())
+
+    assert (
+        f"this keeps a top-1 of {channel['int8 folded']} % of {channel['fp32']} %, and one scale"
+        f" per tensor keeps {tensor['int8 folded']} %. Cross-layer equalization (Nagel et al. 2019)"
+        f" would give {channel['int8 equalized']} % and {tensor['int8 equalized']} %, and would"
+        f" move the top-1 of three smaller networks by {max(moves)} points at most"
+    ) in page
+
+
 TABLES = (
     "after_training.md",
     "imagenet.md",
     "kinds.md",
     "convert.md",
+    "equalization.md",
     "int8.md",
     "int8_without_vnni.md",
     "operators.md",
