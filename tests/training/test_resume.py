@@ -18,11 +18,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from support.sampled_tables import quick
-from support.small_trainings import command, made, network, recipe, train, weights, write_images
+from support.small_trainings import (
+    command,
+    made,
+    merged,
+    network,
+    recipe,
+    train,
+    weights,
+    write_images,
+)
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+import normswap
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
 from normswap.training.assembly import Task
 from normswap.training.engine import TrainingProgress, TrainingRun
@@ -135,6 +146,61 @@ def test_a_continued_run_ends_as_the_uninterrupted_one(
     again = train(busy(), plan, tmp_path / "cut", resume="auto")  # there is nothing left to do
     assert again.updates == 9
     assert same(whole, tmp_path / "cut")
+
+
+# What else has a state, or makes one anew where a run goes on: beside `BUSY`.
+ALSO: dict[str, dict[str, Any]] = {
+    "teacher": {"convert": {"to": "skipinit"}, "distill": {"weight": 0.7}},
+    "teacher of another network": {"distill": {"teacher": "a directory"}},
+    "clipping by norm": {"optim": {"clip": {"mode": "norm", "value": 0.1}}},
+    "AdamW": {"optim": {"name": "adamw", "clip": None}},
+    "accumulation": {"train": {"accumulate": 2}},
+    "bfloat16": {"train": {"precision": "bf16"}},
+    "layer decay": {"optim": {"layer_decay": 0.5, "scalar_lr": 0.1}},
+    "repeated images": {"data": {"augment": {"repeats": 3}}},
+    "steps": {"schedule": {"name": "step", "milestones": [1], "warmup": 0}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALSO)
+def test_a_continued_run_ends_as_the_uninterrupted_one_whatever_it_has(
+    images: Path, tmp_path: Path, name: str
+) -> None:
+    parts = merged(merged(BUSY, {"train": {"checkpoint": 2}}), ALSO[name])
+    if name == "teacher of another network":
+        teacher = normswap.save(
+            normswap.convert(network(), "affine", input_size=(3, 32, 32)), tmp_path / "teacher"
+        )
+        parts["distill"] = {"teacher": str(teacher)}
+    plan = recipe(images, **parts)
+
+    def start() -> nn.Module:
+        return network() if "convert" in parts else busy()
+
+    train(start(), plan, tmp_path / "whole")
+    train_until(3, start(), plan, tmp_path / "cut")
+    train_until(6, start(), plan, tmp_path / "cut", resume="auto")
+    torch.manual_seed(5)
+    train(start(), plan, tmp_path / "cut", resume="auto")
+
+    assert same(tmp_path / "whole", tmp_path / "cut")
+    assert table(tmp_path / "whole") == table(tmp_path / "cut")
+    assert files_of(tmp_path / "whole") == files_of(tmp_path / "cut")
+
+
+def files_of(out: Path) -> dict[str, object]:
+    """What all files of a run hold beside its tensors, its state and its table, by path."""
+    found: dict[str, object] = {}
+    for path in out.rglob("*"):
+        name = str(path.relative_to(out))
+        if path.suffix == ".safetensors":
+            # The entries of a header have no order.
+            with safe_open(path, "pt") as file:
+                found[name] = file.metadata()
+        elif path.is_file() and name not in ("state/run.pt", "metrics.csv"):
+            found[name] = path.read_bytes()
+    return found
 
 
 def test_the_scale_of_gradients_in_half_precision_is_continued() -> None:
