@@ -109,7 +109,15 @@ def test_the_line_of_python_mends_every_norm(name: str, wrong_values: list[float
 
 
 # Faults whose remedy is another network, or needs a choice of the user's.
-BY_HAND: tuple[str, ...] = ()
+BY_HAND = (
+    "NaN in a gamma",
+    "gammas of 0",
+    "half of the gammas are 0",
+    "one norm at two places",
+    "one buffer in two norms",
+)
+# Faults that only images show (their command is run above), and remedies that name images.
+WITH_IMAGES = ("shuffled channels", "no running statistics", "norms that were fused away")
 
 
 def mended(model: nn.Module, finding: Finding) -> nn.Module | None:
@@ -135,7 +143,7 @@ def mended(model: nn.Module, finding: Finding) -> nn.Module | None:
     return model if ran else None
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in WITH_IMAGES])
 @pytest.mark.one_in(8)
 def test_a_remedy_that_can_be_run_mends_all_of_its_fault(fault: str) -> None:
     """The whole fault is gone, and no other came."""
