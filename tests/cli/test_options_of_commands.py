@@ -369,7 +369,7 @@ def beside(
 PARTS = 10
 
 
-@pytest.mark.parametrize("part", quick(range(PARTS), [0]))
+@pytest.mark.parametrize("part", quick(range(PARTS), [0], pytest.mark.long))
 @pytest.mark.parametrize("command", BASE)
 def test_an_option_is_handed_on(command: str, part: int, underneath: Underneath) -> None:
     """Alone, and beside the first of the others that it is not refused with."""

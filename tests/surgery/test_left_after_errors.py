@@ -138,7 +138,7 @@ def spread(count: int, most: int) -> Sequence[int]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("most", [MOST, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [MOST, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_forward_that_fails_leaves_all_as_it_was(
     name: str, most: int, fuse: list[Fuse], tmp_path: Path
 ) -> None:
