@@ -84,6 +84,7 @@ class Result:
         finished: Whether the run has come to its end. If not, it was asked to stop, and can be
             continued.
         notes: Sentences that the user should read.
+        validated: The number of validation images of this process. None if it is not known.
     """
 
     best: Path
@@ -94,6 +95,7 @@ class Result:
     updates: int
     finished: bool
     notes: tuple[str, ...]
+    validated: int | None = None
 
 
 def finetune(
@@ -189,6 +191,7 @@ def finetune(
         updates=run.at.update,
         finished=finished,
         notes=tuple(notes),
+        validated=task.validation.count if task.validation is not None else None,
     )
 
 

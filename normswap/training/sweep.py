@@ -3,8 +3,8 @@
 A worker is a process that was started by the sweep's command, on any machine. Workers share nothing
 but Optuna's storage; each takes the next waiting trial. If a worker's heartbeat stops, its trial is
 queued again, and the next worker continues the run if it can read the run's folder. A run that ends
-without an accuracy is one of the n, so a learning rate with fewer than k successes cannot win. No
-torch here.
+without an accuracy, or at chance, is one of the n, so a learning rate with fewer than k successes
+cannot win. No torch here.
 
 Source: De & Smith 2020, arXiv:2002.10444, section 2.3: the best 5 of 7 runs at every learning rate
 of a grid.
@@ -45,8 +45,9 @@ class Trial:
     Args:
         lr: The learning rate.
         seed: The seed.
-        state: One of done, diverged, failed and running.
+        state: One of done, at chance, diverged, failed and running.
         top1: The accuracy after the last epoch, in percent.
+        train_loss: The mean training loss of the last epoch.
         note: Why the run has failed or diverged.
         folder: The run's folder.
         seconds: How long the run took.
@@ -56,9 +57,39 @@ class Trial:
     seed: int
     state: str
     top1: float | None = None
+    train_loss: float | None = None
     note: str | None = None
     folder: str | None = None
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """The end of a run that has not failed.
+
+    Args:
+        top1: The accuracy after the last epoch, in percent.
+        train_loss: The mean training loss of the last epoch.
+        classes: The number of classes. None if it is not known.
+        images: The number of validation images. None if it is not known.
+    """
+
+    top1: float
+    train_loss: float | None = None
+    classes: int | None = None
+    images: int | None = None
+
+    @property
+    def is_at_chance(self) -> bool:
+        """Whether top-1 is less than three standard deviations above guessing.
+
+        De & Smith leave out networks that stay at the accuracy of random weights (Table 1).
+        """
+        if not self.classes or not self.images:
+            return False
+        share = 1 / self.classes
+        deviation = math.sqrt(share * (1 - share) / self.images)
+        return self.top1 < 100 * (share + 3 * deviation)
 
 
 @dataclass(frozen=True)
@@ -71,7 +102,7 @@ class Line:
         mean: The mean of the best k top-1, in percent, or of fewer if fewer runs have succeeded.
         std: The standard deviation of the same runs as a sample. None for one run.
         counted: The number of runs in mean and std.
-        lost: The number of runs that have ended without an accuracy.
+        lost: The number of runs that have ended without an accuracy, or at chance.
         full: Whether all n runs have ended and k have succeeded, so that this can be the best.
         best: Whether this is the best learning rate.
     """
@@ -151,7 +182,8 @@ def _line(trials: Sequence[Trial], seeds: int, best: int) -> Line:
         best: The number of best runs of which the mean is taken.
     """
     ended = [trial for trial in trials if trial.state != "running"]
-    accuracies = [trial.top1 for trial in ended if trial.top1 is not None]
+    successes = [trial for trial in ended if trial.state == "done"]
+    accuracies = [trial.top1 for trial in successes if trial.top1 is not None]
     scores = sorted(accuracies, reverse=True)[:best]
 
     return Line(
@@ -206,10 +238,10 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> lis
     return texts
 
 
-Objective = Callable[[Recipe, Path], float | None]
+Objective = Callable[[Recipe, Path], RunEnd | None]
 """A function that trains by a recipe into a folder.
 
-It returns top-1 in percent at the end, or None if it was asked to stop before.
+It returns how the run has ended, or None if it was asked to stop before.
 """
 Point = tuple[float, int]
 Progress = Callable[[str], None]
@@ -396,7 +428,7 @@ class Sweep:
         """Run one trial of the queue, which Optuna gives to no other worker.
 
         Args:
-            objective: The function that trains by a recipe in a folder and returns top-1.
+            objective: The function that trains by a recipe in a folder.
             progress: Called with each message on progress.
         """
 
@@ -426,7 +458,7 @@ class Sweep:
             trial: Optuna's record of the run.
             lr: The learning rate.
             seed: The seed.
-            objective: The function that trains by a recipe in a folder and returns top-1.
+            objective: The function that trains by a recipe in a folder.
             progress: Called with each message on progress.
         """
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
@@ -441,7 +473,7 @@ class Sweep:
         recipe = self.recipe.model_copy(update={"optim": optim, "train": train})
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            top1 = objective(recipe, folder)
+            end = objective(recipe, folder)
         except (TrainingError, RuntimeError) as error:
             trial.set_user_attr("note", first_line(error))
             state = "diverged" if isinstance(error, TrainingError) else "failed"
@@ -449,9 +481,13 @@ class Sweep:
             raise
 
         # Optuna lets the trial fail, so its point is queued again.
-        if top1 is None:
+        if end is None:
             raise _StoppedError
-        return top1
+        trial.set_user_attr("train_loss", end.train_loss)
+        if end.is_at_chance:
+            trial.set_user_attr("state", "at chance")
+            trial.set_user_attr("note", f"top-1 is {end.top1:.1f} % of {end.classes} classes")
+        return end.top1
 
     def _valid(self) -> list[optuna.trial.FrozenTrial]:
         """List the trials that wait, run or have ended.
@@ -473,13 +509,14 @@ class Sweep:
             if point is None or trial.state.name == "WAITING":
                 continue
 
-            state = _STATES.get(trial.state.name) or trial.user_attrs["lost"]
+            state = trial.user_attrs.get("state") or _STATES.get(trial.state.name)
             lr, seed = point
             row = Trial(
                 lr=lr,
                 seed=seed,
-                state=state,
+                state=state or trial.user_attrs["lost"],
                 top1=trial.value,
+                train_loss=trial.user_attrs.get("train_loss"),
                 note=trial.user_attrs.get("note", ""),
                 folder=trial.user_attrs.get("folder"),
                 seconds=None if trial.duration is None else trial.duration.total_seconds(),

@@ -21,7 +21,7 @@ from normswap.cli.app import main
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
 from normswap.training import recipe_files, sweep as sweeps
 from normswap.training.recipe import Recipe
-from normswap.training.sweep import Point, Sweep, Trial, parse_rates
+from normswap.training.sweep import Point, RunEnd, Sweep, Trial, parse_rates
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -40,9 +40,10 @@ def sweep(place: Path, chosen: list[Point] = GRID, recipe: Recipe = RECIPE, **mo
     return Sweep(recipe, more.pop("subject", NETWORK), chosen, place, **more)
 
 
-def score(recipe: Recipe, folder: Path) -> float:
+def score(recipe: Recipe, folder: Path) -> RunEnd:
     """Best at lr 0.5."""
-    return 90 - 10 * abs(recipe.optim.lr - 0.5) + recipe.train.seed / 10
+    top1 = 90 - 10 * abs(recipe.optim.lr - 0.5) + recipe.train.seed / 10
+    return RunEnd(top1, train_loss=recipe.optim.lr, classes=10, images=1000)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_the_range_of_good_rates_is_what_the_deviation_of_the_best_cannot_tell_a
 def test_every_point_is_run_once(tmp_path: Path) -> None:
     seen: list[tuple[float, int, str]] = []
 
-    def train(recipe: Recipe, folder: Path) -> float:
+    def train(recipe: Recipe, folder: Path) -> RunEnd:
         seen.append((recipe.optim.lr, recipe.train.seed, folder.name))
         return score(recipe, folder)
 
@@ -174,7 +175,7 @@ def test_a_grid_may_grow(tmp_path: Path) -> None:
     sweep(tmp_path / "s", grid([0.25], 2)).work(score)
     seen: list[tuple[float, int]] = []
 
-    def train(recipe: Recipe, folder: Path) -> float:
+    def train(recipe: Recipe, folder: Path) -> RunEnd:
         seen.append((recipe.optim.lr, recipe.train.seed))
         return score(recipe, folder)
 
@@ -189,7 +190,7 @@ def test_workers_share_the_points(tmp_path: Path) -> None:
     lock = threading.Lock()
     chosen = grid([0.25, 0.5], 3)
 
-    def train(recipe: Recipe, folder: Path) -> float:
+    def train(recipe: Recipe, folder: Path) -> RunEnd:
         with lock:
             seen.append((recipe.optim.lr, recipe.train.seed))
         return score(recipe, folder)
@@ -209,7 +210,7 @@ def test_workers_share_the_points(tmp_path: Path) -> None:
 
 
 def test_runs_that_fail_are_rows(tmp_path: Path) -> None:
-    def train(recipe: Recipe, folder: Path) -> float:
+    def train(recipe: Recipe, folder: Path) -> RunEnd:
         if recipe.optim.lr == 1:
             raise TrainingError("the loss is nan at update 3")
         if recipe.optim.lr == 0.5 and recipe.train.seed == 1:
@@ -225,8 +226,25 @@ def test_runs_that_fail_are_rows(tmp_path: Path) -> None:
     assert [line.lost for line in sweeps.lines(found.trials(), 2, 1)] == [0, 1, 2]
 
 
+def test_a_run_at_chance_is_lost(tmp_path: Path) -> None:
+    """Guessing one of 10 classes, 1000 times, has a deviation of 0.95 points."""
+    guessed = {0: 12.8, 1: 12.9}
+
+    def train(recipe: Recipe, folder: Path) -> RunEnd:
+        return RunEnd(guessed[recipe.train.seed], train_loss=2.3, classes=10, images=1000)
+
+    found = sweep(tmp_path / "s", grid([0.5], 2))
+    assert found.work(train)
+    low, high = found.trials()
+    assert (low.state, low.top1, low.train_loss) == ("at chance", 12.8, 2.3)
+    assert (high.state, high.top1) == ("done", 12.9)
+    (line,) = sweeps.lines(found.trials(), 2, 1)
+    assert (line.mean, line.lost, line.full) == (12.9, 1, True)
+    assert "at chance" in sweeps.notes(found.trials(), [line], True)[0]
+
+
 def test_what_is_wrong_with_every_run_ends_the_sweep_and_is_tried_again(tmp_path: Path) -> None:
-    def wrong(recipe: Recipe, folder: Path) -> float:
+    def wrong(recipe: Recipe, folder: Path) -> RunEnd:
         raise SourceError("/nowhere does not exist")
 
     with pytest.raises(SourceError, match="nowhere"):
@@ -240,7 +258,7 @@ def test_what_is_wrong_with_every_run_ends_the_sweep_and_is_tried_again(tmp_path
 def test_a_run_that_is_asked_to_stop_stops_the_worker(tmp_path: Path) -> None:
     left = [3]
 
-    def train(recipe: Recipe, folder: Path) -> float | None:
+    def train(recipe: Recipe, folder: Path) -> RunEnd | None:
         left[0] -= 1
         return score(recipe, folder) if left[0] else None
 
@@ -391,7 +409,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
     assert body["lines"][1]["mean"] == pytest.approx(90.15)
 
     with (out / "runs.csv").open() as file:
-        assert [row["state"] for row in csv.DictReader(file)] == ["done"] * 9
+        rows = list(csv.DictReader(file))
+    assert [row["state"] for row in rows] == ["done"] * 9
+    assert all(float(row["train_loss"]) == float(row["lr"]) for row in rows)
     assert main(command) == 0
 
     printed = capsys.readouterr().out

@@ -23,12 +23,12 @@ from normswap.storage import atomic_write
 if TYPE_CHECKING:
     from normswap.training.engine import TrainingProgress
     from normswap.training.recipe import Recipe
-    from normswap.training.sweep import Objective
+    from normswap.training.sweep import Objective, RunEnd
 
 KEYS = (
     "recipe, output, seeds, counted (how many runs of each lr), lines (one per lr: runs, mean, std,"
-    " counted, lost, full, best), trials (one per run: lr, seed, state, top1, note, folder,"
-    " seconds), notes, done, files"
+    " counted, lost, full, best), trials (one per run: lr, seed, state, top1, train_loss, note,"
+    " folder, seconds), notes, done, files"
 )
 EXAMPLES = (
     "sweep cifar10_recover_skipinit --lr 2^-4..2^1 --seeds 3 data.root=IMAGES",
@@ -74,7 +74,8 @@ def run(
 
     Start the same command as often as you like, here or on machines that share the output (or the
     storage): each takes the next run that no one has begun. A killed one's run is continued a
-    minute later. A run that diverges is a row of the table. Writes runs.csv beside the runs.
+    minute later. A run that diverges, or ends at chance, is lost: it counts as failed. Writes
+    runs.csv beside the runs.
     """
     from normswap.training import recipe_files, sweep as sweeps
 
@@ -137,7 +138,7 @@ def trainer(
 ) -> Objective:
     """Return the function that trains one run of a sweep.
 
-    It returns top-1 after the last epoch, or None if it was asked to stop before the end.
+    It returns the end of the run, or None if it was asked to stop before the end.
 
     Args:
         model: The MODEL to train. None trains the network that the recipe names.
@@ -146,8 +147,9 @@ def trainer(
         progress: Called now and then while a run trains.
     """
 
-    def train(recipe: Recipe, folder: Path) -> float | None:
+    def train(recipe: Recipe, folder: Path) -> RunEnd | None:
         from normswap.training.engine import finetune
+        from normswap.training.sweep import RunEnd
 
         source = opening.open(model) if model else None
         result = finetune(
@@ -159,7 +161,12 @@ def trainer(
             track="none",
             progress=progress,
         )
-        return result.rows[-1]["top1"] if result.finished else None
+        last = result.rows[-1]
+        top1 = last["top1"]
+        if not result.finished or top1 is None:
+            return None
+        classes = getattr(result.model, "num_classes", None)
+        return RunEnd(top1, last["train_loss"], classes, result.validated)
 
     return train
 
