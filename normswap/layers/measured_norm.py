@@ -1,4 +1,4 @@
-"""A BatchNorm put behind a convolution, set so that it undoes its own statistics."""
+"""A BatchNorm put behind a convolution or linear layer, set so that it undoes its statistics."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from normswap.layers.site_norm import SiteNorm, empty_like_norm, torchs_own
 
 
 class MeasuredNorm(PlannedLayer):
-    """A convolution followed by a BatchNorm. The convolution's bias becomes beta.
+    """A convolution, or linear layer, followed by a BatchNorm. The layer's bias becomes beta.
 
-    A bias in front of a BatchNorm would never be trained, as the norm subtracts the mean.
+    A bias in front of a BatchNorm would never be trained, as the norm subtracts the mean (Ioffe &
+    Szegedy 2015, section 3.2).
     """
 
     KEEPS_NORM = True
     NAMES = {"weight": "inner.weight"}
 
     @classmethod
-    def replacing(cls, old: _ConvNd, *, like: Tensor, eps: NotNegative, momentum: float) -> Chain:
-        """Return the convolution and a norm (statistics 0 and 1) that compute what `old` does.
+    def replacing(
+        cls, old: _ConvNd | nn.Linear, *, like: Tensor, eps: NotNegative, momentum: float
+    ) -> Chain:
+        """Return the layer and a norm (statistics 0 and 1) that compute what `old` does.
 
         Args:
-            old: The convolution.
+            old: The convolution or linear layer.
             like: An empty tensor with the model's dtype and device.
             eps: The norm's eps.
             momentum: The norm's momentum.
@@ -40,25 +43,28 @@ class MeasuredNorm(PlannedLayer):
 
         measured = SiteNorm(_outputs(conv), eps=eps, momentum=momentum, ghost=0, act=None)
         measured.to(empty_like_norm(old, like))
-        norm = torchs_own(measured, 2 + len(conv.kernel_size))
+        dims = 2 if isinstance(conv, nn.Linear) else 2 + len(conv.kernel_size)
+        norm = torchs_own(measured, dims)
         chain = Chain(conv, norm)
         undo_after_conv(old, conv, norm)
         return chain
 
 
-def _outputs(conv: _ConvNd) -> int:
+def _outputs(conv: _ConvNd | nn.Linear) -> int:
     """Return the number of output channels, as the weight's shape says."""
-    if conv.transposed:
+    if isinstance(conv, _ConvNd) and conv.transposed:
         return int(conv.weight.shape[1]) * conv.groups
     return len(conv.weight)
 
 
 @torch.no_grad()
-def undo_after_conv(source: _ConvNd, conv: _ConvNd, norm: _BatchNorm) -> None:
+def undo_after_conv(
+    source: _ConvNd | nn.Linear, conv: _ConvNd | nn.Linear, norm: _BatchNorm
+) -> None:
     """Set gamma and beta of a norm so that `conv` and the norm compute what `source` does.
 
     Args:
-        source: The convolution of the source network.
+        source: The convolution or linear layer of the source network.
         conv: The copy of `source`. If the copy has lost its bias, beta takes the bias up.
         norm: The norm behind `conv`. Its statistics are kept.
     """

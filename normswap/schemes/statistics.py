@@ -39,11 +39,13 @@ MOMENTUM = 0.1
 def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder:
     """Plan a BatchNorm after each convolution that `where` names (`norm_places`).
 
+    In a network without convolutions each hidden linear layer gets one.
+
     Raises:
-        RefusedError: There is no such convolution.
+        RefusedError: There is no such layer.
     """
     builder = PlanBuilder(anatomy)
-    for path in norm_places(builder, where):
+    for path in norm_places(builder, where) or hidden_layers(builder):
         builder.replace(path, "MeasuredNorm", eps=EPS, momentum=MOMENTUM)
         builder.settle(
             path,
@@ -96,14 +98,17 @@ def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
         step: The step that placed the norms.
     """
     for path, conv, norm in _parts(result, step):
-        measured_norm.undo_after_conv(cast(_ConvNd, source.get_submodule(path)), conv, norm)
+        measured_norm.undo_after_conv(
+            cast(_ConvNd | nn.Linear, source.get_submodule(path)), conv, norm
+        )
 
 
-def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd, _BatchNorm]]:
-    """Return path, convolution and norm of each place where the step added a norm."""
+def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd | nn.Linear, _BatchNorm]]:
+    """Return path, layer and norm of each place where the step added a norm."""
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
     return [
-        (path, cast(_ConvNd, chain.inner), cast(_BatchNorm, chain.then)) for path, chain in chains
+        (path, cast(_ConvNd | nn.Linear, chain.inner), cast(_BatchNorm, chain.then))
+        for path, chain in chains
     ]
 
 
@@ -150,6 +155,50 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
             paths.append(path)
 
     return paths
+
+
+def hidden_layers(builder: PlanBuilder) -> list[str]:
+    """Return the paths of the hidden linear layers of a network without convolutions.
+
+    Such a layer gives (N, C), and an activation stands between it and a later linear layer, as in
+    the network of section 4.1 of Ioffe & Szegedy 2015.
+
+    Args:
+        builder: The plan in the making, which gets the notes.
+    """
+    traced = builder.traced
+    calls = [node for node in traced.nodes if isinstance(traced.module(node), LINEAR)]
+    if any(isinstance(traced.module(node), _ConvNd) for node in calls):
+        return []
+
+    paths: list[str] = []
+    for node in calls:
+        path = str(node.target)
+        if path in paths or not builder.anatomy.takes_part(path):
+            continue
+
+        reading = readers(builder, node, builder.is_identity)
+        activates = any(_bends(traced, reader) for reader in reading)
+        goes_on = any(traced.depends(later, on=node) for later in calls if later is not node)
+        is_flat = len(node.meta["shape"]) == 2
+        if not (activates and goes_on and is_flat):
+            continue
+        if traced.called(traced.modules[path]) > 1:
+            builder.notes.append(f"{path} gets no norm: it is called more than once")
+        elif tensor_path := traced.read_directly(traced.modules[path]):
+            builder.notes.append(f"{path} gets no norm: forward reads {tensor_path} by itself")
+        else:
+            paths.append(path)
+    return paths
+
+
+def _bends(traced: Traced, node: fx.Node) -> bool:
+    """Whether a node is an activation between layers, where sigmoid and tanh are such, too."""
+    module = traced.module(node)
+    if module is not None:
+        return is_activation(module)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return is_activation_call(node.target) or name in ("sigmoid", "tanh")
 
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:

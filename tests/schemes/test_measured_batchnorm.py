@@ -190,6 +190,37 @@ def test_a_convolution_that_is_called_twice_gets_none() -> None:
     assert any("shared gets no norm: it is called more than once" in note for note in done.notes)
 
 
+def test_hidden_layers_of_a_network_without_convolutions_get_norms() -> None:
+    """The network of Ioffe & Szegedy's section 4.1: three hidden layers of 100, with sigmoids."""
+    torch.manual_seed(0)
+    hidden: list[nn.Module] = [nn.Linear(784, 100), nn.Sigmoid()]
+    for _ in range(2):
+        hidden += [nn.Linear(100, 100), nn.Sigmoid()]
+    net = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(100, 10)).double().eval()
+    digits = [torch.rand(60, 1, 28, 28, dtype=torch.float64) for _ in range(2)]
+
+    done = normswap.convert(net, "batchnorm", inputs=digits[0], calibrate=digits)
+
+    assert list(batchnorms(done.model)) == ["1.then", "3.then", "5.then"]
+    assert apart(net, done.model, digits[1]) < LIMIT
+    assert done.report.exact
+    norm: Any = done.model.get_submodule("1.then")
+    assert isinstance(norm, nn.BatchNorm1d)
+    weight, bias = net[1].weight, net[1].bias
+    values = torch.cat(digits).flatten(1) @ weight.T
+    assert torch.allclose(norm.running_var, values.var(0), rtol=1e-12)
+    # Section 3: gamma = sqrt(Var x) and beta = E x are the identity; section 3.2: b goes into beta.
+    assert torch.allclose(norm.weight, (values.var(0) + norm.eps).sqrt(), rtol=1e-12)
+    assert torch.allclose(norm.bias, values.mean(0) + bias, rtol=1e-12)
+    assert done.model.get_submodule("1.inner").bias is None
+
+    # Where there is a convolution, as in VGG, the hidden layers of its head get none.
+    with_conv = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2704, 8))
+    with_conv.extend([nn.ReLU(), nn.Linear(8, 2)]).double().eval()
+    done = normswap.convert(with_conv, "batchnorm", inputs=digits[0], calibrate=digits)
+    assert list(batchnorms(done.model)) == ["0.then"]
+
+
 class Beside(nn.Module):
     """A convolution that is read by a norm, behind an identity, and by an activation."""
 
