@@ -4,6 +4,7 @@ package.
 
 import functools
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from support.command_line import as_documented
 from support.sampled_tables import sampled
 
 import normswap
+from normswap import schemes
 from normswap.cli.app import main
 from normswap.shipped import FOLDER
 from normswap.training import recipe_files
@@ -75,9 +77,29 @@ def test_the_commands_of_a_header_are_right(name: str) -> None:
         recipe = recipe_files.load_recipe(name, overrides)
         assert model or recipe.model, "something to train"
         assert recipe.data.root
+        if recipe.convert:
+            schemes.chosen(recipe.convert.to, recipe.convert.options)
 
         if command == "sweep":
             assert len(parse_rates(words[words.index("--lr") + 1])) > 3
+
+
+def test_the_variants_of_table_2_have_options_of_their_schemes() -> None:
+    """The header names them as words to add to its command."""
+    for words in (
+        [
+            "convert.to=regularized-skipinit",
+            "convert.options.alpha=0",
+            "convert.options.dropout=0.2",
+        ],
+        ["convert.to=fixup", "convert.options.init=fixup"],
+    ):
+        recipe = recipe_files.load_recipe("finetune_imagenet_skipinit", words)
+        assert recipe.convert
+        assert schemes.chosen(recipe.convert.to, recipe.convert.options)
+        assert " ".join(word for word in words if "alpha" not in word) in " ".join(
+            header("finetune_imagenet_skipinit").split()
+        )
 
 
 @functools.cache
@@ -171,11 +193,13 @@ def test_a_sweep_of_real_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([*command, "-o", str(tmp_path / "s"), "--json"]) == 0
 
     body = json.loads(capsys.readouterr().out)
+    # Two updates teach nothing.
     assert [(one["lr"], one["state"]) for one in body["trials"]] == [
-        (0.01, "done"),
+        (0.01, "at chance"),
         (1e30, "diverged"),
     ]
-    assert body["lines"][0]["best"]
+    assert [line["lost"] for line in body["lines"]] == [1, 1]
+    assert body["trials"][0]["train_loss"] == pytest.approx(math.log(10), rel=0.3)
     assert (Path(body["trials"][0]["folder"]) / "metrics.csv").is_file()
 
 
