@@ -8,6 +8,9 @@ For an activation (N, C, H, W):
 - average channel variance: the variance over N, H and W, averaged over C (shows explosion and
   attenuation).
 
+The blog's code has one more point, behind the stem, which has no branch; here the first point is
+that of the first block. Variances are divided by the count, not by the count less one.
+
 Both are taken after the sum of every residual block, before an activation that follows the sum. The
 third curve is the average channel variance at the end of the residual branch. In
 y = skip + alpha f(x) this is the variance of f(x), before the scalar alpha of SkipInit or NF. It
@@ -179,6 +182,24 @@ def awake(model: nn.Module) -> nn.Module:
             value = getattr(module, name, None)
             if isinstance(value, nn.Parameter) and not bool(value.any()):
                 nn.init.ones_(value)
+    return twin
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return a copy in which every norm is the identity, as in the plain curve of the blog post.
+
+    A norm that holds an activation leaves the activation. Activations work out of place, because
+    they may now read the residual stream, which the skip reads as well.
+    """
+    twin = copying.duplicate(model, {})
+    norms = {path: site_of(module) for path, module in twin.named_modules()}
+    for path, site in norms.items():
+        if site.is_norm and path:
+            twin.set_submodule(path, site.activation or nn.Identity())
+
+    for module in nn.Module.modules(twin):
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False  # type: ignore[assignment]
     return twin
 
 

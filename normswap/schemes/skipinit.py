@@ -20,7 +20,7 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.folding.propagation import NotFoldable, check_linear, distinct, last_linear
 from normswap.graph.inspection import Anatomy, Block
-from normswap.graph.tracing import LINEAR
+from normswap.graph.tracing import LINEAR, constant, is_constant_mul
 from normswap.layers import reparametrized
 from normswap.layers.placeholders import Dropout, Dropped, Vacant
 from normswap.layers.planned_layer import BranchScale, scales_branch
@@ -33,6 +33,9 @@ def no_tail(anatomy: Anatomy, block: Block) -> str:
     last = anatomy.traced.module(block.branch)
     if last is not None and anatomy.traced.called(last) > 1:
         return "forward calls its layers several times, and a scalar is placed for one call"
+    if is_constant_mul(block.branch):
+        factor = constant(block.branch)
+        return f"its own forward multiplies the branch by {factor:g}: let a module do that"
     return "its branch ends in a function of the block itself, where no module can stand"
 
 

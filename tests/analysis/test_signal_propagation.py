@@ -1,7 +1,7 @@
 """Signal propagation: against hooks, against theory, and before and after exact conversions.
 
 `PYTHONPATH=tests:tests/lab/benchmarks python tests/analysis/test_signal_propagation.py` prints
-signals.md.
+signals.md down to the section of `test_fresh_signals.py`.
 """
 
 import copy
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from normswap import shipped
 from normswap.analysis import plots
-from normswap.analysis.block_signals import Point, awake, signal_propagation
+from normswap.analysis.block_signals import Point, awake, bare, signal_propagation
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
 from normswap.images.datasets import make_loader
@@ -93,6 +93,29 @@ def test_a_reset_changes_them_and_branch_variance_is_taken_before_alpha() -> Non
     assert half.variance < one.variance
     # f was divided by its own deviation.
     assert 0.3 < one.branch_variance < 3
+
+
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("resnetv2_18", marks=pytest.mark.slow)])
+def test_bare_networks_have_the_identity_for_norms(name: str) -> None:
+    """timm's v1 norms are torch's, before ReLUs that work in place; those of v2 hold the ReLU."""
+    model = timm.create_model(name, **NARROW[name], zero_init_last=False).double()
+    x = noise().double()
+    expected = copy.deepcopy(model)
+    for module in expected.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            # Its statistics are 0 and 1, so it is the identity.
+            module.eps = 0.0
+
+    lived_in(model, noise().double())
+    for key, value in expected.state_dict().items():
+        if value.ndim == 4:
+            model.get_parameter(key).data.copy_(value)
+    points = signal_propagation(Network(bare(model)), x)
+
+    for point, other in zip(points, signal_propagation(Network(expected), x), strict=True):
+        assert point.variance == pytest.approx(other.variance, rel=1e-12)
+        assert point.branch_variance == pytest.approx(other.branch_variance, rel=1e-12)
+    assert any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
 def as_the_theory_has_it(model: nn.Module) -> nn.Module:
@@ -499,3 +522,4 @@ left to average over.
     print("\n| Kim et al., figure 6 | paper | slope |\n|---|---|---|")
     for role in ("other", "stem", "down", "last"):
         print(f"| {role} | near -2 | {slope(role):.2f} |")
+    print("\nIn a ResNet-18 of 16 to 128 channels with 10 classes, on 8 images of 32 pixels.")

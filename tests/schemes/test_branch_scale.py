@@ -9,9 +9,11 @@ import pytest
 import timm
 import torch
 from support.lived_in_networks import distance, lived_in, run, step, swapped
+from support.tiny_modules import Net, conv
 from torch import Tensor, nn
 
 import normswap
+from normswap.errors import RefusedError
 from normswap.graph import inspection
 from normswap.graph.inspection import Anatomy
 from normswap.layers.placeholders import Chain
@@ -273,3 +275,11 @@ def test_the_checker_notices() -> None:
         scales(wrong)[0].alpha *= 1.001
     assert alphas(wrong) != pytest.approx(alphas(swapped(model, "skipinit")), rel=1e-12)
     assert distance(run(model, x), run(wrong, x)) > 1e-12
+
+
+def test_a_branch_that_forward_scales_itself_is_refused_with_the_number() -> None:
+    """The block of the blog post, whose forward returns self.beta * residual + skip."""
+    block = Net(lambda m, x: 0.2 * m.conv2(m.conv1(x).relu()) + x, conv1=conv(), conv2=conv())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), block)
+    with pytest.raises(RefusedError, match=r"multiplies the branch by 0\.2"):
+        normswap.convert(model, "skipinit", inputs=torch.randn(2, 3, 16, 16))

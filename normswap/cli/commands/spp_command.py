@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 KEYS = "curves (by network, a point per block), inputs (what each network was run on), files"
 EXAMPLES = (
     "spp resnet50 nf_resnet50 --weights random",
+    "spp resnet50 --weights random --bare",
     "spp demo demo-skipinit --data demo -o signal.png",
 )
 _COLUMNS = ("block", "squared mean", "variance", "branch variance", "added variance")
@@ -73,6 +74,7 @@ def run(
     force: Force = False,
     images: ImagesOrNoise,
     seed: Annotated[int, Option(metavar="N", help="Of the noise, and of random weights.")] = 0,
+    bare: Annotated[bool, Option("--bare", help="Every norm becomes the identity first.")] = False,
     opening: Opening,
     json: Json = False,
 ) -> int:
@@ -88,7 +90,12 @@ def run(
         atomic_write.check_writable(output, force=force)
     import torch
 
-    from normswap.analysis.block_signals import Point, awake, signal_propagation
+    from normswap.analysis.block_signals import (
+        Point,
+        awake,
+        bare as without_norms,
+        signal_propagation,
+    )
     from normswap.models import network_input
     from normswap.surgery.network import Network
 
@@ -104,6 +111,8 @@ def run(
             name = f"{name} ({len(curves) + 1})"
         calls, inputs[name] = images.calls(model, seed)
         with working(f"measuring {name}"):
+            if bare:
+                model = without_norms(model)
             network = Network(awake(model) if is_random else model)
             curves[name] = signal_propagation(network, calls, batch_statistics=is_random)
 
