@@ -294,10 +294,11 @@ def tables() -> Iterator[str]:
 Fresh networks with He's weights after a start, on N(0, 1) noise: three WRN-40-10 on 4 images of
 16 pixels, and six ResNet-50 (timm's `resnetv2_50`, since the formulas are of v2 blocks) on 2 of
 96. E[x^2] after block l by that after block 1, and of `nf` E[x^2] itself, with SkipInit's gains
-at 1. The skips of v2 blocks have no place for the a of `balduzzi` and `rescale`, so the stream is
-divided by it, and what reads the stream multiplies by it: the figures are of what is read. Mean
-over the networks, and of the last block the standard error, too, which is the drift of finite
-width.
+at 1; its formula takes what the stem gives for variance 1, which the max pool of ResNet-50
+changes. The skips of v2 blocks have no place for the a of `balduzzi` and `rescale`, so the stream
+is divided by it, and what reads the stream multiplies by it: the figures are of what is read.
+Mean over the networks, and of the last block the standard error, too, which is the drift of
+finite width.
 
 | network | start | paper | l = 2 | l = 8 | last | paper's last |
 |---|---|---|---|---|---|---|"""
