@@ -45,7 +45,7 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class _Arm:
+class _Term:
     """A term of a sum.
 
     Args:
@@ -75,13 +75,13 @@ def find(builder: PlanBuilder) -> list[Branches]:
             continue
 
         # One convolution can compute only terms that have the same input.
-        arms = [*_terms(builder, node, None, inner_sums)]
-        for source in dict.fromkeys(arm.source for arm in arms):
-            merged = _merged(builder, [arm for arm in arms if arm.source is source])
+        terms = [*_terms(builder, node, None, inner_sums)]
+        for source in dict.fromkeys(term.source for term in terms):
+            merged = _merged(builder, [term for term in terms if term.source is source])
             if merged is None:
                 continue
             # A scale behind the sum can be absorbed only if the sum has no other terms.
-            if all(arm.source is source for arm in arms):
+            if all(term.source is source for term in terms):
                 merged = replace(merged, after=_scale_after(builder, node))
             merges.append(merged)
     return merges[::-1]
@@ -102,29 +102,29 @@ def _adds_nothing(node: fx.Node) -> bool:
 
 def _terms(
     builder: PlanBuilder, node: fx.Node, barrier: fx.Node | None, inner_sums: set[fx.Node]
-) -> Iterator[_Arm]:
+) -> Iterator[_Term]:
     """Yield the terms of a sum. A term that is itself a sum yields its own terms.
 
     Args:
         builder: The plan in the making.
         node: The node of the sum.
-        barrier: The barrier between this sum and the outermost one (`_Arm`).
+        barrier: The barrier between this sum and the outermost one (`_Term`).
         inner_sums: The sums that are terms of others. Those that are met are added.
     """
     for end in inputs(node):
         # Go up through identities, which may be barriers, to the module or sum that makes the term.
-        arm_barrier = barrier
+        term_barrier = barrier
         while _passes(builder, end) and len(builder.traced.users[end]) == 1:
             if not isinstance(builder.traced.module(end), nn.Identity | Vacant | None):
                 # In training, a DropPath fails on the number 0 of a removed branch.
-                arm_barrier = end
+                term_barrier = end
             (end,) = inputs(end)
 
         if _is_sum(end) and len(builder.traced.users[end]) == 1:
             inner_sums.add(end)
-            yield from _terms(builder, end, arm_barrier, inner_sums)
+            yield from _terms(builder, end, term_barrier, inner_sums)
         else:
-            yield _arm(builder, end, arm_barrier)
+            yield _term(builder, end, term_barrier)
 
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
@@ -132,7 +132,7 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
     return (builder.is_identity(node) or _adds_nothing(node)) and len(inputs(node)) == 1
 
 
-def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
+def _term(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Term:
     """Return the term that ends in the node `end`.
 
     The term is a convolution with norms behind it, or a scale and shift, or the source itself.
@@ -140,7 +140,7 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
     Args:
         builder: The plan in the making.
         end: The last node of the term.
-        barrier: The barrier between the term and the sum (`_Arm`).
+        barrier: The barrier between the term and the sum (`_Term`).
     """
     # Go up to a convolution. If there is none, the last scale and shift makes the term.
     node = end
@@ -148,7 +148,7 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
     while len(builder.traced.users[node]) == 1:
         module = builder.traced.module(node)
         if isinstance(module, _ConvNd) and _may_join(builder, node):
-            return _Arm(str(node.target), _source(builder, node), barrier)
+            return _Term(str(node.target), _source(builder, node), barrier)
         if _is_scale(builder.traced.site_at(node)) and _may_join(builder, node):
             scale = scale or node
 
@@ -161,8 +161,8 @@ def _arm(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Arm:
         (node,) = inputs(node)
 
     if scale is None:
-        return _Arm(None, end, barrier)
-    return _Arm(str(scale.target), _source(builder, scale), barrier)
+        return _Term(None, end, barrier)
+    return _Term(str(scale.target), _source(builder, scale), barrier)
 
 
 def _source(builder: PlanBuilder, node: fx.Node) -> fx.Node:
@@ -204,37 +204,39 @@ def _is_scale(site: Site | None) -> bool:
     return not isinstance(site.module, OwnLayer) or site.module.PER_CHANNEL
 
 
-def _merged(builder: PlanBuilder, arms: list[_Arm]) -> Branches | None:
+def _merged(builder: PlanBuilder, terms: list[_Term]) -> Branches | None:
     """Return the branches that one convolution can compute, or None if there are not several.
 
     Args:
         builder: The plan in the making.
-        arms: Terms of one sum that have the same source.
+        terms: Terms of one sum that have the same source.
     """
     modules = builder.traced.modules
 
     # Terms behind different barriers cannot be merged. Only those behind the first barrier, and
     # those without one, are considered.
-    barriers = [arm.barrier for arm in arms if arm.barrier is not None and arm.path is not None]
-    arms = [arm for arm in arms if arm.barrier in (None, *barriers[:1])]
-    convs = [arm for arm in arms if arm.path is not None and _is_plain(modules[arm.path])]
-    candidates = [arm for arm in convs if not barriers or arm.barrier is barriers[0]]
+    barriers = [
+        term.barrier for term in terms if term.barrier is not None and term.path is not None
+    ]
+    terms = [term for term in terms if term.barrier in (None, *barriers[:1])]
+    convs = [term for term in terms if term.path is not None and _is_plain(modules[term.path])]
+    candidates = [term for term in convs if not barriers or term.barrier is barriers[0]]
     if not candidates:
         return None
 
-    def taps(arm: _Arm) -> int:
+    def taps(term: _Term) -> int:
         """Return the number of taps of the kernel of a convolution."""
-        sides = tap_offsets(cast(_ConvNd, modules[str(arm.path)]))
+        sides = tap_offsets(cast(_ConvNd, modules[str(term.path)]))
         return math.prod(len(side) for side in sides)
 
     main = max(candidates, key=taps)
     conv = cast(_ConvNd, modules[str(main.path)])
-    others = [arm.path for arm in arms if arm.path is not None and arm is not main]
+    others = [term.path for term in terms if term.path is not None and term is not main]
     absorbed = tuple(path for path in others if _fits(conv, modules[path]))
     if not absorbed:
         return None
 
-    skips = sum(arm.path is None and _fits(conv, None) for arm in arms)
+    skips = sum(term.path is None and _fits(conv, None) for term in terms)
     return Branches(str(main.path), absorbed, skips)
 
 

@@ -64,7 +64,11 @@ def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
 
 
 def _bake(builder: PlanBuilder) -> None:
-    """Plan a plain layer for every linear layer whose weight is computed at each step."""
+    """Plan a plain layer for every linear layer whose weight each forward computes anew.
+
+    Examples are weight norm, spectral norm and weight standardization. The present value of such a
+    weight becomes a plain parameter.
+    """
     paths: list[str] = []
     for node in builder.traced.nodes:
         path = str(node.target)
@@ -90,6 +94,7 @@ def _fold_module(builder: PlanBuilder, site: Site) -> None:
         builder.refusals[path] = site.refusal
         return
 
+    # Each way raises NotFoldable, with its reason, before it changes the plan for good.
     reasons = []
     for fold in (_fold_back, _fold_forward, _move_scale, _fold_scalar):
         try:
@@ -99,7 +104,8 @@ def _fold_module(builder: PlanBuilder, site: Site) -> None:
         else:
             return
 
-    # The user reads why the first way, folding back, is not possible.
+    # The user reads why the first way, folding back, is not possible. A norm with running
+    # statistics becomes a scale and shift. Any other map is one already, and stays.
     if site.holds_statistics:
         builder.replace(path, "ChannelAffine")
         builder.settle(path, plan_builder.left_affine(reasons[0]))
@@ -112,11 +118,11 @@ def _fold_back(builder: PlanBuilder, site: Site) -> None:
 
     This is exact if the outputs of those layers are read by this module alone.
     """
-    parts = producers(builder, site)
-    for linear, channels in parts.items():
-        builder.linear(linear).add(site.path, AbsorbMode.AFTER, channels)
+    channels_of = producers(builder, site)
+    for linear_path, channels in channels_of.items():
+        builder.linear(linear_path).add(site.path, AbsorbMode.AFTER, channels)
     builder.remove(site.path)
-    builder.settle(site.path, plan_builder.folded_back(*parts))
+    builder.settle(site.path, plan_builder.folded_back(*channels_of))
 
 
 def _fold_forward(builder: PlanBuilder, site: Site) -> None:
@@ -206,6 +212,7 @@ def producers(builder: PlanBuilder, norm: Site) -> dict[str, Part]:
     Raises:
         NotFoldable: There is no such layer, or something else reads the output of one.
     """
+    # A concatenation may join one node twice. The node would then make two ranges of channels.
     parts: dict[fx.Node, Part] = {}
     for call in builder.traced.calls[id(norm.module)]:
         for node, channels in _producing_nodes(builder, norm, call):
@@ -240,9 +247,11 @@ def _producing_nodes(
     """
     traced = builder.traced
     channels = norm.channels
-    (value,) = above = inputs(call)
+    above = inputs(call)
+    (value,) = above
 
-    # Go up from the norm to a linear layer or a concatenation.
+    # Go up from the norm to a linear layer or a concatenation. `stepped` says that a reshape,
+    # a pooling or the like was passed.
     stepped = False
     while True:
         if len(above) != 1:

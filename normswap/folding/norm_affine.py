@@ -79,6 +79,7 @@ def linear_readers(builder: PlanBuilder, axes: Axes, norm: Site) -> list[str]:
         raise NotFoldable("its output is the network's features")
 
     def passes(node: fx.Node) -> bool:
+        """Whether a node passes the norm's channels on, so that its readers count instead."""
         return builder.is_identity(node) or channel_axes.is_step(traced, node)
 
     # The pairs of a value with the norm's channels and the node that reads it.
@@ -105,6 +106,7 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
     if not axis.pure:
         raise NotFoldable(f"zeros are padded before {path}, which the shift would have to move")
 
+    # A Linear reads its inputs from the last dimension, a convolution from dimension 1.
     if isinstance(linear, nn.Linear):
         fits = axis.last
     else:

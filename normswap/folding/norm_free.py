@@ -72,8 +72,10 @@ def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
 
 def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
     """Fold beta, the attention's gain, alpha and SkipInit's gain of one block."""
+    # These are the steps of the block's own forward, without those of the modules inside.
     nodes = [node for node in builder.traced.nodes if node.meta["inside"][-1:] == (path,)]
-    # The products with numbers, in order, must be those of a NormFreeBlock's forward.
+    # The products with numbers, in order, must be those of a NormFreeBlock's forward. Otherwise it
+    # would not be known which product is by which factor.
     products = [node for node in nodes if is_constant_mul(node)]
     factors = _factors(block)
     if [constant(node) for node in products] != list(factors.values()):
@@ -116,6 +118,8 @@ def _fold_skipinit_gain(builder: PlanBuilder, path: str, gain: float, nodes: lis
     product = next((node for node in nodes if _is_in_place(node)), None)
     if product is None:
         raise NotFoldable("it is not in the graph")
+    # All readers of the branch's value see it scaled, and none has to undo the gain. The value None
+    # switches the gain off, so that forward leaves out its product.
     source = inputs(product)[0]
     enlarge(builder, source, gain, set(builder.traced.users[source]))
     builder.replace(f"{path}.skipinit_gain", "Number", value=None)

@@ -32,13 +32,14 @@ def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
     traced = builder.traced
     call_index = traced.index(call)
 
-    # Identities and writers return their input's memory under a new name. Go up to the first name.
+    # Each node is a name of a tensor. Identities, and functions that write in place, return their
+    # input's memory under a new name. Go up to the first name.
     (value,) = inputs(call)
     while (builder.is_identity(value) or overwrites(traced, value)) and inputs(value):
         value = inputs(value)[0]
 
-    # Then look at the readers of every name of that memory. A reader that makes another name
-    # lengthens the list while it is read.
+    # Then look at the readers of every name of that memory. A reader that makes another name is
+    # appended to `names` while the loop goes over it, so that its own readers are looked at too.
     names = [value]
     for node in names:
         for user in traced.users[node]:
@@ -60,6 +61,8 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
     traced = builder.traced
     conflicts = {}
     for node in traced.nodes:
+        # The recorder sets `old_name` on a layer that wrote into its input, if forward then read
+        # the tensor object that it had passed to the layer, and not the layer's result.
         if node.meta.get("old_name") and _copies(builder, str(node.target)):
             conflicts[str(node.target)] = (
                 "it writes into what it reads, and that is read later by its older name"
@@ -97,6 +100,7 @@ def shares(traced: Traced, node: fx.Node) -> bool:
     module = traced.module(node)
     if module is None:
         return overwrites(traced, node) or getattr(node.target, "__name__", node.target) in _VIEWS
+    # A Vacant stands where a norm was removed, and does no more than the norm's activation.
     if isinstance(module, Vacant) and module.act is not None:
         module = module.act
     return keeps_forward(module, _PASSING) or bool(getattr(module, "inplace", False))

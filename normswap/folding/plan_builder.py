@@ -58,10 +58,12 @@ class LinearBuilder:
     """What one linear layer absorbs, collected until its single edit is written.
 
     Args:
-        reads: (path, absorption) of every neighbour that the layer absorbs.
+        reads: The path of every layer beside it that it absorbs (a norm, scale or shift before or
+            behind it, or a branch of the same sum), with how it is absorbed.
         gain: The factor by which the layer's output is multiplied.
         in_gain: The factor by which the layer's input is multiplied.
-        bake: Whether a weight that is computed at each step becomes a plain one.
+        bake: Whether a weight that each forward computes anew (weight norm and the like) becomes a
+            plain parameter.
         layer: The name of the planned layer that the edit places.
         extra: Further arguments of the planned layer.
     """
@@ -74,18 +76,18 @@ class LinearBuilder:
     extra: Body = field(default_factory=dict)
 
     def add(self, path: str, way: AbsorbMode, channels: tuple[int, int] | None = None) -> None:
-        """Let the layer absorb a neighbour.
+        """Let the layer absorb a layer beside it, such as a norm.
 
         Args:
-            path: The path of the neighbour.
-            way: How the neighbour is absorbed.
-            channels: The range of the neighbour's channels (from, up to). None means all of them.
+            path: The path of the layer that is absorbed.
+            way: The formula of the new weights, such as W' = s W for a norm behind the layer.
+            channels: The range of the absorbed layer's channels (from, up to). None means all.
         """
         self.reads.append((path, Absorption(way, channels)))
 
     def edit(self, path: str) -> Edit:
-        """Return the edit that makes the layer at `path` absorb its neighbours."""
-        # Neighbours before the layer are absorbed first, then those behind it, the nearest first.
+        """Return the edit that makes the layer at `path` absorb all that was added."""
+        # What is before the layer is absorbed first, then what is behind it, the nearest first.
         reads = sorted(self.reads, key=lambda read: not read[1].way.precedes)
 
         args: Body = {}

@@ -116,6 +116,11 @@ def readers(
 def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
     """Return the paths of the linear layers that the nodes call, each once.
 
+    Args:
+        builder: The plan in the making.
+        nodes: All nodes that read the output of a layer whose scale and shift is to move into the
+            weights of these linear layers.
+
     Raises:
         NotFoldable: A node calls no linear layer, a layer is called on another input as well, or a
             layer cannot absorb a scale and shift of its input.
@@ -157,8 +162,10 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
     f is what the node computes once the plan is carried out.
     """
     site = builder.traced.site_at(node)
+    # The node calls a function or method, not a module.
     if site is None:
         return node.target in HOMOGENEOUS_FUNCTIONS or builder.is_identity(node)
+    # The plan removes the norm here, and only the activation that the norm applied stays.
     if builder.is_removed(str(node.target), site.module):
         return is_homogeneous(site.activation)
     return builder.is_identity(node) or is_pool(site.module) or is_homogeneous(site.module)
@@ -200,7 +207,7 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
 
 
 def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bool = False) -> None:
-    """Raise NotFoldable if a linear layer cannot absorb its neighbours.
+    """Raise NotFoldable if a norm or scale beside a linear layer cannot fold into its weights.
 
     Args:
         builder: The plan in the making.
@@ -340,6 +347,7 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
     is_scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
     if above is None or not (is_mul(node) or is_scalar or propagates_scale(builder, node)):
         raise NotFoldable(f"a scale cannot pass {obstacle(builder, node)}")
+    # Products with a number, and identities, are linear, so a negative factor passes them too.
     if not (factor >= 0 or is_scalar or builder.is_identity(node)):
         raise NotFoldable(f"a factor of {factor:g} cannot pass {name(node)}")
     return enlarge(builder, above, factor, {node})
@@ -351,8 +359,11 @@ def _compensate(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.N
     They cannot divide by 0. With a factor of 0 the network's output must not depend on them.
     """
     others = scalar_readers(builder, node, set(by))
+    # The steps up to the other readers, such as a ReLU, commute with positive factors only. A
+    # factor of 0 destroys the value, which is no loss where the output does not depend on it.
+    is_negative_or_nan = not factor >= 0
     is_lost = factor == 0 and any(_escapes(builder, path, by) for path in others)
-    if not factor >= 0 or is_lost:
+    if is_negative_or_nan or is_lost:
         raise NotFoldable(
             f"a factor of {factor:g} cannot be given back to what else reads {name(node)}"
         )
@@ -386,7 +397,8 @@ def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
         NotFoldable: The layer has absorbed a shift of its input, which the factor would scale.
     """
     linear = builder.linear(path)
-    if any(absorption.way is AbsorbMode.BEFORE for _, absorption in linear.reads):
+    has_input_shift = any(absorption.way is AbsorbMode.BEFORE for _, absorption in linear.reads)
+    if has_input_shift:
         raise NotFoldable(f"{path} has absorbed a shift of its input")
     linear.in_gain /= factor
 

@@ -44,11 +44,12 @@ class Stream:
 
 
 def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
-    """Return the stream that the values of `starts` belong to, if it can be centred.
+    """Return the residual stream that norms read, if its mean over channels can be made zero.
 
     Args:
         builder: The plan in the making.
-        starts: The inputs of a norm, one for each path through the network.
+        starts: The inputs of a norm, one for each path through the network. The stream has these
+            values, and the sums and rearrangements that lead to them or are made of them.
 
     Raises:
         NotFoldable: Something reads the stream's mean, or something writes to the stream and cannot
@@ -84,6 +85,7 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
 
 def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
     """Return the earliest step above `node` after which its channels are no longer known."""
+    # A node without inputs, such as a parameter, is no step.
     while True:
         unknown = [
             source for source in inputs(node) if inputs(source) and builder.axes.get(source) is None
@@ -115,7 +117,13 @@ def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> bool:
-    """Whether `user` is a LayerNorm over exactly the channels of `node`."""
+    """Whether `user` is a LayerNorm over exactly the channels of `node`, which subtracts the mean.
+
+    Args:
+        builder: The plan in the making.
+        node: The node of a value of the stream.
+        user: A node that reads the value.
+    """
     site = builder.traced.site_at(user)
     axis = builder.axes.get(node)
     if site is None or axis is None or not site.is_layernorm:

@@ -62,7 +62,10 @@ class Norm:
 
     @property
     def averages(self) -> bool:
-        """Whether a BatchNorm that is fitted to images can replace the norm."""
+        """Whether a BatchNorm with statistics measured on images can replace this norm.
+
+        A norm that forward never calls, or calls several times, cannot be replaced.
+        """
         return self.site.called == 1 and self.site.averages
 
     @property
@@ -286,10 +289,15 @@ def _named_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) ->
 def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
     """Return a few patterns that name all of `paths` and, if possible, none of `others`.
 
-    A path is a pattern by itself if every wider pattern would name one of `others`. What is inside
-    of `paths` is no other, as these paths name it, too.
+    A pattern such as `layer3` names all modules inside of `layer3`. Where every wider pattern would
+    name one of `others`, the path itself is the pattern.
+
+    Args:
+        paths: The paths to name.
+        others: The paths that should not be named.
     """
     paths = list(paths)
+    # A path names the modules inside of it in any case, so these do not count as others.
     others = [other for other in others if not any(matches(path, other) for path in paths)]
     chosen: list[str] = []
     for path in paths:
@@ -324,6 +332,7 @@ def patterns(options: Body) -> dict[str, list[str]]:
 
         strings = [pattern for pattern in listed if isinstance(pattern, str)]
         if len(strings) < len(listed):
+            # Some entry is no string.
             raise OptionError(
                 f"{spelled(name, value)} is no pattern of paths",
                 remedy="For instance layer3, or *.bn1",

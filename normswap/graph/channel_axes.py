@@ -185,7 +185,10 @@ class _LabelReader:
         self.labels: dict[fx.Node, _Labels] = {}
 
     def axes(self) -> Axes:
-        """Return the channel axis of every value of the record that has one."""
+        """Return the channel axis of every value of the record that has one.
+
+        The axis of a tuple of tensors is left out, as each of its tensors has an axis of its own.
+        """
         for node in self.record.nodes:
             labels = self._label(node, node.meta["shape"])
             if labels is not None:
@@ -268,13 +271,15 @@ class _LabelReader:
         self._label_parameter(second, self.labels.get(first))
 
         label = self.labels.get(first)
+        # If no input is broadcast, a common label is the label of the result as well.
         same_shape = all(arm.meta["shape"] == node.meta["shape"] for arm in arms)
         if label == self.labels.get(second) and same_shape:
             return label
 
         # Inputs of other shapes are broadcast, so each is labelled as it stands in the result.
         labels = [self._labels_after(node, {arm}) for arm in arms if arm in self.labels]
-        return labels[0] if len(labels) == 2 and labels[0] == labels[1] else None
+        both_agree = len(labels) == 2 and labels[0] == labels[1]
+        return labels[0] if both_agree else None
 
     def _label_parameter(self, node: fx.Node, label: Any) -> None:
         """Give a parameter the channels of the value that it is added to or multiplied with.
@@ -285,6 +290,7 @@ class _LabelReader:
         """
         if node.op != "get_attr" or not label:
             return
+        # A parameter of one number per channel has the channels side by side.
         count = math.prod(node.meta["shape"])
         if count == label.size:
             self.labels[node] = _Label(count, 1)
@@ -323,6 +329,7 @@ class _LabelReader:
         except (RuntimeError, TypeError, AttributeError, IndexError):
             return None
 
+        # Values with different numbers of channels cannot share a label.
         carried = self._labels_of(carriers)
         sizes = {label.size for label in carried}
         if len(sizes) != 1:

@@ -91,9 +91,10 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
 
 
 def _functional_norms(traced: Traced) -> dict[str, str]:
-    """Return which norm's function a module's forward calls itself: a sentence, by path.
+    """Return a sentence for each module whose forward calls a norm's function, by its path.
 
-    A function that is called on a weight, as weight standardization does, is none of them.
+    Weight standardization may call such a function on a weight. This is no norm of the network, so
+    only calls on values that depend on the network's inputs count.
     """
     images = [node for node in traced.nodes if node.op == "placeholder"]
     sentences: dict[str, str] = {}
@@ -101,6 +102,7 @@ def _functional_norms(traced: Traced) -> dict[str, str]:
         name = _NORM_FUNCTIONS.get(node.target)
         if name is None or not any(traced.depends(node, image) for image in images):
             continue
+        # The innermost module whose forward runs here, or "" for the network itself.
         path = "".join(node.meta["inside"][-1:])
         # A network that is nothing but a norm calls its own function.
         if not traced.site(path).is_norm:
@@ -109,7 +111,10 @@ def _functional_norms(traced: Traced) -> dict[str, str]:
 
 
 class _GraphReader(NodeReader):
-    """Reads blocks, their arms, norms' roles and the network's outputs from the graph."""
+    """Reads residual blocks, norms' roles and the network's outputs from the graph.
+
+    The two inputs of a sum are its arms. In a residual block one is the branch, the other the skip.
+    """
 
     def blocks(self) -> list[Block]:
         """Return the residual blocks of the network, in order of the forward pass."""
@@ -145,6 +150,7 @@ class _GraphReader(NodeReader):
             arms[arm] = self.on(self.traced.above(arm) & ~common)
             linears[arm] = sum(map(self.is_linear, arms[arm]))
         skip, branch = sorted((first, second), key=lambda arm: linears[arm])
+        # A skip has fewer linear layers than the branch, and at most one, its projection.
         if linears[skip] == linears[branch] or linears[skip] > 1:
             # Parallel branches (RepVGG) and fusions (HRNet) have no arm that is the skip.
             return None
@@ -298,6 +304,7 @@ class _GraphReader(NodeReader):
                 break
             # In a gate one factor depends on the other. In a LayerScale's product none does.
             if is_mul(node) and self.traced.main_input(node) is not None:
+                # If no module returns the product, the node's name stands for a path.
                 return next(iter(self.traced.outputs.get(node, ())), node.name)
         return None
 
@@ -362,7 +369,8 @@ class _GraphReader(NodeReader):
             return "post"
 
         # The fork may belong to the block, whose norm or activation then comes before both arms.
-        # Otherwise the fork is the end of the block before.
+        # Otherwise the fork is the end of the block before. The path of the network itself is "",
+        # and every node is inside it.
         inside_block = container in ("", *fork.meta["inside"])
         if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"

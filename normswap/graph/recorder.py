@@ -350,7 +350,8 @@ class Recorder(TorchFunctionMode):
                 self._remember(tensor, node)
             return node
 
-        # Each key becomes a node that takes the item out of its collection.
+        # The tensor may be an item of the node's value, a collection. Each key that leads to it
+        # becomes a node that takes the item out.
         while mark.keys:
             key, *later_keys = mark.keys
             fetch: Function = operator.getitem
@@ -488,6 +489,7 @@ class Recorder(TorchFunctionMode):
             )
             raise TraceError(f"{path} is called by keyword", remedy=remedy)
 
+        # Nothing is recorded while the leaf runs, as the leaf is one node.
         self.resting = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
@@ -495,7 +497,8 @@ class Recorder(TorchFunctionMode):
             named = self._with_nodes(kwargs)
             versions = [version(tensor) for tensor in tensors]
 
-            # The user's hooks do not run; the network's own run afterwards.
+            # Hooks are taken off for the call. The user's do not run at all, and the network's own
+            # run afterwards (`_after_hooks`), so that what they compute is recorded.
             hooks = module._forward_hooks
             module._forward_hooks = type(module._forward_hooks)()
             result = original(module, *args, **kwargs)

@@ -123,7 +123,8 @@ def _record_first(
     if inputs is not None:
         return _record_given(model, inputs)
 
-    # A small example is enough where the path does not depend on the size.
+    # A small example is enough where the path does not depend on the size. If there is no smaller
+    # size, or the network does not run at the first of them, the sizes below are tried.
     sizes = network_input.candidates(model)
     for small_size in network_input.small(sizes[0])[:1]:
         with suppress(TraceError):
@@ -145,7 +146,8 @@ def _record_first(
 
         if not size:
             return traced, example, []
-        # Features (C,) may come with further dimensions in front of the channels.
+        # A network on features (C,) may also take them with further dimensions in front, such as
+        # tokens (L, C). Such sizes are the first to be tried for the second record.
         longer_sizes = [other for other in sizes if len(size) == 1 and other[1:] == size]
         longer = [network_input.noise(model, longer_size, batch=3) for longer_size in longer_sizes]
         return traced, example, [*longer, *_resized(network_input.noise(model, size, batch=2))]
@@ -171,7 +173,7 @@ def _record_given(
     device = calling.anchor(model).device
     batches = [batch.on(device) for batch in calling.batches(inputs)]
 
-    # One sample is enough, unless the network needs the whole batch.
+    # One sample is enough, unless the network runs on the whole batch only.
     example = batches[0].first(1)
     try:
         traced = record_once(model, example)
@@ -322,6 +324,7 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
         first: The record that is checked.
         example: The call that it was made from.
     """
+    # The second input has other values, and the same size.
     second = record_once(model, example.map_floats(lambda tensor: 0.9 * tensor.flip(-1)))
     for name, path in first.untracked.items():
         before = first.constants[name]

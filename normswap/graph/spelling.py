@@ -163,13 +163,15 @@ def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Ar
     if getattr(Tensor, name, None) is not func:
         return "call_function", func, args, kwargs
 
-    # `func` is a method of tensors. Python calls a method such as __add__ for an operator.
+    # `func` is a method of tensors. Python calls a method such as __add__ for an operator. A method
+    # becomes an operator only without further arguments, such as `alpha`, which operators lack.
     operation = name.strip("_") if name.startswith("__") else name
     operands = 1 if operation == "neg" else 2
     if operation == "setitem":
         return "call_function", setitem_, args, kwargs
     if operation in _OPERATORS and not kwargs and len(args) == operands:
         return "call_function", _OPERATORS[operation], args, kwargs
+    # Python calls y.__radd__(x) for x + y.
     if operation in _SWAPPED:
         return "call_function", _SWAPPED[operation], args[::-1], kwargs
     return "call_method", name, args, kwargs

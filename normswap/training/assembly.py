@@ -68,7 +68,7 @@ class Subject:
         return self.network.module
 
     def blank(self) -> nn.Module:
-        """Return a copy that knows its architecture, so that no save searches for it."""
+        """Return a copy that holds its architecture's record, so that no save searches for it."""
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
         return provenance.attach(copying.duplicate(self.module, {}), record)
 
@@ -108,7 +108,8 @@ class Subject:
             raise SourceError(
                 "the teacher, the network's source, cannot be had", error.what, _NO_SOURCE
             ) from None
-        # It is None where nothing was stored that would tell.
+        # `unchanged` returns None where nothing was stored by which to tell. The source is then
+        # trusted.
         if reverification.unchanged(source, module) is False:
             raise SourceError(
                 f"the teacher {origin} is not what the network was made from", remedy=_NO_SOURCE
@@ -402,6 +403,8 @@ class Task:
             if train.ema
             else None
         )
+        # Adaptive clipping leaves out the classifier. If none is found, that is an error here, and
+        # not at the first update.
         self.clip = recipe.optim.clip
         if self.clip is not None and self.clip.mode == "agc":
             find_head(self.raw, subject.network)

@@ -147,6 +147,7 @@ def finetune(
     random_state = torch.get_rng_state()
     try:
         subject = begin(model, recipe)
+        # If the teacher has the whole weight of the loss, labels have none, and need not be there.
         labelled = recipe.distill is None or recipe.distill.weight < 1
         record = subject.preprocessing(recipe.data.input_size)
         # Errors about the images come before the conversion, which may take long.
@@ -308,9 +309,14 @@ class TrainingRun:
         update = self.at.update
         seed = self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))
-        in_epoch = update % task.per_epoch
-        task.scheduler.step_update(update - in_epoch if self.recipe.schedule.by_epoch else update)
+
+        # A schedule by epoch keeps the rate that it has at the epoch's first update.
+        scheduled_update = update
+        if self.recipe.schedule.by_epoch:
+            scheduled_update = update - update % task.per_epoch
+        task.scheduler.step_update(scheduled_update)
         task.objective.begin_update(update / task.per_epoch)
+        # The rate that is shown is the recipe's, without the group's own multiplier.
         first = task.optimizer.param_groups[0]
         self.lr = float(first["lr"] / first.get("lr_scale", 1.0))
 
@@ -331,7 +337,11 @@ class TrainingRun:
             task.ema.update(task.raw, step=update + 1)
 
     def _placed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images and labels on the device; SourceError for a label of no class."""
+        """Return images and labels on the device.
+
+        Raises:
+            SourceError: A label is none of the network's classes.
+        """
         classes = self.task.classes
         if classes is not None and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
             wrong = next(label for label in labels.tolist() if not 0 <= label < classes)
@@ -361,7 +371,7 @@ class TrainingRun:
         return math.isfinite(loss), stop > 0
 
     @property
-    def _count(self) -> int:
+    def _updates_in_epoch(self) -> int:
         """The number of updates in this epoch so far. It needs at least one update of the run."""
         return (self.at.update - 1) % self.task.per_epoch + 1
 
@@ -381,7 +391,7 @@ class TrainingRun:
             averaged = measure(task.ema.module, task.validation, self.engine)
             averaged_loss = self._held_out_loss(task.ema.module)
 
-        # The averaged network stands for the epoch if it is better than the one that was trained.
+        # If the averaged network is better than the trained one, it is the one that best/ may get.
         network = task.raw
         is_more_accurate = averaged is not None and plain is not None and averaged.top1 > plain.top1
         has_less_loss = averaged_loss is not None and loss is not None and averaged_loss < loss
@@ -427,6 +437,7 @@ class TrainingRun:
         with evaluating(model):
             for batch in task.held_out:
                 images, labels = self._placed(*batch)
+                # Labels that have no weight in the loss are not read, and 0 stands for each.
                 target = labels if task.objective.labels else torch.zeros_like(labels)
                 total += float(task.objective.loss(model, images, target)) * len(images)
                 count += len(images)
@@ -472,9 +483,12 @@ class TrainingRun:
         row.update(epoch=int(epoch) if epoch.is_integer() else epoch, update=at.update)
 
         if began:
-            rate = self._count * self.recipe.data.batch_size / at.seconds
+            rate = self._updates_in_epoch * self.recipe.data.batch_size / at.seconds
             row.update(
-                lr=self.lr, train_loss=at.loss / self._count, images_per_s=rate, seconds=at.seconds
+                lr=self.lr,
+                train_loss=at.loss / self._updates_in_epoch,
+                images_per_s=rate,
+                seconds=at.seconds,
             )
         if plain is not None:
             row.update(top1=plain.top1, top5=plain.top5, val_loss=plain.loss)
@@ -492,7 +506,7 @@ class TrainingRun:
         """Tell the trackers and the user how far the run is."""
         at = self.at
         task = self.task
-        loss = at.loss / self._count
+        loss = at.loss / self._updates_in_epoch
         self.engine.log({"loss": loss, "lr": self.lr}, step=at.update)
         if self.progress is None:
             return
@@ -502,7 +516,7 @@ class TrainingRun:
             updates=task.updates,
             epoch=at.update / task.per_epoch,
             epochs=task.updates / task.per_epoch,
-            images_per_s=self.recipe.data.batch_size * self._count / at.seconds,
+            images_per_s=self.recipe.data.batch_size * self._updates_in_epoch / at.seconds,
             lr=self.lr,
             loss=loss,
             top1=at.rows[-1]["top1"] if at.rows else None,
@@ -569,7 +583,10 @@ def precise(device: torch.device) -> torch.dtype:
 
 
 def _is_risen(loss: float | None, began_with: float) -> bool:
-    """Whether a loss is above the loss that training began with by more than rounding."""
+    """Whether a loss is above the loss that training began with by more than rounding.
+
+    A loss that is NaN counts as risen. None is a loss that was not measured.
+    """
     return loss is not None and not loss <= began_with * 1.01 + 1e-6
 
 

@@ -226,6 +226,7 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> lis
     for line in rates:
         if not line.best:
             continue
+        # A rate is good if its mean is within one standard deviation of the best mean.
         least = (line.mean or 0.0) - (line.std or 0.0)
         good = [other.lr for other in rates if other.full and (other.mean or 0.0) >= least]
         if len(good) > 1:
@@ -401,6 +402,7 @@ class Sweep:
         """
         waited = 0
         while True:
+            # Queue the points that neither wait nor run, and have not ended.
             taken = {_point(trial) for trial in self._valid()}
             for lr, seed in self.points:
                 if (lr, seed) not in taken:
@@ -443,6 +445,7 @@ class Sweep:
             # Another worker has emptied the queue, or two workers have queued the same point.
             if point is None or point in earlier:
                 raise self.optuna.TrialPruned
+            # Optuna notes the queued values as the trial's parameters. The bounds let any pass.
             trial.suggest_float("lr", 0, 1e308)
             trial.suggest_int("seed", 0, 2**31)
             return self._train(trial, *point, objective, progress)
@@ -463,6 +466,7 @@ class Sweep:
         """
         folder = self.place / "runs" / f"lr-{lr:g}-seed-{seed}"
         trial.set_user_attr("folder", str(folder))
+        # The message counts the runs that any worker has begun, this one among them.
         begun = {_point(other) for other in self._valid() if other.state.name != "WAITING"}
         progress(
             f"lr {lr:g}, seed {seed} ({len(begun.intersection(self.points))} of {len(self.points)})"
@@ -526,7 +530,10 @@ class Sweep:
 
 
 def _point(trial: optuna.trial.FrozenTrial) -> Point | None:
-    """Return the learning rate and seed that a trial was queued with, if it was."""
+    """Return the learning rate and seed that a trial was queued with.
+
+    None stands for a trial that Optuna started without a queued point, as the queue was empty.
+    """
     queued = trial.system_attrs.get("fixed_params", {})
     if {"lr", "seed"} <= queued.keys():
         return queued["lr"], queued["seed"]
