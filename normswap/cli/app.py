@@ -77,7 +77,8 @@ class Command(typer.core.TyperCommand):
     Newer versions of typer write `<bool>` behind them.
     """
 
-    # Returns the names of the options that --help leaves out, of the words of a command line.
+    # A function of the words of the command line. It returns the names of the options that --help
+    # leaves out then.
     left_out: Callable[[Sequence[str]], set[str]] | None = None
     _words: Sequence[str] = ()
 
@@ -151,7 +152,7 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
         if isinstance(kind, type) and is_dataclass(kind):
             records[argument.name] = kind
             hints = get_type_hints(kind, include_extras=True)
-            for field in _given(kind):
+            for field in _constructor_fields(kind):
                 options.append(_option(kind, field, hints[field.name]))
         else:
             options.append(
@@ -161,9 +162,10 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
     # What typer calls: it takes the options of all records one by one.
     @functools.wraps(run)
     def flattened(**options: object) -> int | None:
+        # Names that cannot be right are refused now, before a command imports torch.
         early_checks.check(options)
         for name, record in records.items():
-            values = {field.name: options.pop(field.name) for field in _given(record)}
+            values = {field.name: options.pop(field.name) for field in _constructor_fields(record)}
             options[name] = record(**values)
         return run(**options)
 
@@ -172,7 +174,7 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
     return flattened
 
 
-def _given(record: type[Any]) -> list[Field[Any]]:
+def _constructor_fields(record: type[Any]) -> list[Field[Any]]:
     """Return the fields of a dataclass that its constructor takes."""
     return [field for field in fields(record) if field.init]
 
@@ -246,7 +248,8 @@ def load(name: str) -> Clicks:
         f"Keys of --json: {module.KEYS}",
     ]
     epilog = "\n\n".join(lines).replace("[", r"\[")
-    # A terminal breaks the lines of a paragraph where it likes.
+    # The single line breaks inside a paragraph become blanks, as the help is wrapped again to the
+    # width of the terminal.
     paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(module.run.__doc__))
 
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
@@ -275,9 +278,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Errors that are the input's fault become one line on stderr.
 
     Args:
-        argv: The words of the command. The default are those of the process, which then is ours:
-            its streams are opened where they were closed, and the traceback of a bug is made
-            printable.
+        argv: The words of the command. With None they are those of the process, which then runs
+            nothing but this command: its standard streams are opened where they were closed, and
+            the traceback of a bug is made printable.
     """
     # OpenMP's waiting threads spin, which costs several times the work where other processes need
     # the cores.
@@ -350,7 +353,7 @@ def _fail(message: str) -> int:
 def _fail_as_json(message: str) -> int:
     """Print an error as JSON on stdout, for programs, and as a line on stderr; return 2."""
     code = _fail(message)
-    # Who reads the JSON may be gone; the line on stderr has said it.
+    # The program that reads stdout may be gone. The line on stderr has said the error already.
     with suppress(OSError):
         say_json({"error": " ".join(message.split())})
     return code

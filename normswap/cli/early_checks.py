@@ -66,7 +66,8 @@ def _check_directory(name: str) -> None:
 
 
 def _check_model(name: str) -> None:
-    """Check a MODEL."""
+    """Raise SourceError if a MODEL is surely no file, directory or timm name."""
+    # A name with a prefix, such as hf-hub:, is checked when it is opened.
     if name == shipped.NAME or ":" in name or os.path.exists(name):
         return
     if kinds.of(name) is not kinds.TIMM:
@@ -77,6 +78,7 @@ def _check_model(name: str) -> None:
         remedy = "" if is_file else "A network of the hub is written hf-hub:ORG/NAME"
         raise SourceError(f"{name} does not exist", remedy=remedy)
 
+    # A timm name may have the tag of its weights behind a dot. If no names were read, any passes.
     names = _timm_names()
     base = name.partition(".")[0]
     if names and base not in names:

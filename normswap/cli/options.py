@@ -361,8 +361,8 @@ def open_model(
         runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
         asked: The keywords of `checkpoint.open_model`.
     """
-    # Options that do not go together are refused before anything is imported. What normswap wrote
-    # opens by the record in its header.
+    # Options that do not go together are refused before anything is imported. A folder or file
+    # that may open by a record of normswap's is left out.
     recorded = (".safetensors", *kinds.EXPORTED)
     if not Path(name).is_dir() and Path(name).suffix.lower() not in recorded:
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
@@ -468,6 +468,7 @@ def parse(text: str) -> Value | list[Value]:
 
 def _scalar(text: str) -> Value:
     """Return the Python value that a text writes, or the text itself."""
+    # `capitalize` makes Python's True, False and None of true, false and none.
     try:
         value: Value = ast.literal_eval(text.capitalize())
     except (ValueError, SyntaxError):
@@ -476,7 +477,7 @@ def _scalar(text: str) -> Value:
 
 
 def last_part(name: str) -> str:
-    """Return the last part of a MODEL's name, after which an output is called."""
+    """Return the last part of a MODEL's name, which begins the default name of an output."""
     prefix, _, after = name.partition(":")
     has_prefix = prefix in kinds.prefixes()
 

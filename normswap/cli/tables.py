@@ -192,6 +192,7 @@ def listing(label: str, lines: Iterable[str], most: int = 20) -> None:
 
     printed: list[str] = []
     for group in groups.values():
+        # Up to four paths are named. Of more, three are named and the others counted.
         paths = [path for path, _, _ in group]
         _, colon, text = group[0]
         if len(paths) > _FEW:
@@ -270,6 +271,7 @@ def span(pair: Sequence[float] | None) -> str:
     """Return the least and the largest number, `0.1 .. 0.4`, or one number if both are alike."""
     if pair is None:
         return ""
+    # A dict has each text once, so two numbers that are written alike become one.
     return " .. ".join(dict.fromkeys(f"{value:.2g}" for value in pair))
 
 
@@ -392,6 +394,7 @@ def print_proof(report: Body) -> None:
             row += [agreement, allowed, "ok" if error["within"] else "too far"]
         rows.append(row)
 
+    # The rows of a conversion that is not exact have the first four columns only.
     title = "Verification on {}" if is_exact else "Distance from the source on {}"
     table(title.format(report["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
 

@@ -421,6 +421,7 @@ def contradicted(case: Case) -> Iterator[Finding | str]:
     if not sites:
         return
 
+    # An exchange of means between two norms makes two contradicted norms at most.
     swapped = _swapped(case, sites) if len(sites) <= 2 else None
     if swapped:
         first, second = swapped

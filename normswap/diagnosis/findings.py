@@ -361,6 +361,7 @@ def python_line(case: Case, sites: Sequence[StoredNorm], statement: str) -> str:
         sites: The norms.
         statement: The statement for each norm, in which the norm is called `norm`.
     """
+    # In the statement for one norm, its name is replaced by what fetches it from the network.
     if len(sites) == 1:
         return statement.replace("norm", f"model.get_submodule({sites[0].path!r})", 1)
 

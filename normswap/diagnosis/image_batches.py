@@ -54,6 +54,7 @@ class ImageBatches:
         """Return the images in random order, because a folder gives them class by class."""
         assert self.images is not None
         size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
+        # The last images, if they do not fill a batch, are left out.
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(0))
         whole_batches = order[: len(order) // size * size]
         images = self.images[whole_batches.to(self.images.device)]

@@ -120,6 +120,7 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     if len(config["mean"]) != channels:
         return
     present = _Preparation(tuple(config["mean"]), tuple(config["std"]), reverses=False)
+    # The first distance is that of all images.
     present_distances = _distances(case.model, images)
     if present_distances is None or present_distances[0] < _FAR:
         return

@@ -43,7 +43,7 @@ def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
     if bare is None:
         return
 
-    # Norms by their eps and the builder's.
+    # The key is the eps of the norms, and the eps with which the library builds them.
     wrong: dict[tuple[float, float], list[StoredNorm]] = {}
     built = dict(nn.Module.named_modules(bare))
     for site in case.sites:
@@ -93,6 +93,7 @@ def fused(case: Case) -> Iterator[Finding]:
     bare = case.bare
     if record.arch is None or bare is None or record.plan.steps:
         return
+    # An architecture that is recorded as fused is built with its norms, to be compared with.
     if record.arch.kwargs.get("fused"):
         bare = zoo.skeleton(replace(record.arch, kwargs={**record.arch.kwargs, "fused": False}))
 

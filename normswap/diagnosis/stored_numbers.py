@@ -262,6 +262,7 @@ def _reached(case: Case, site: StoredNorm) -> Tensor:
     - The norm before and the weights predict the variance 0.
     - Its filter has decayed to 0.
     """
+    # A norm that keeps no statistics has as many channels as gammas.
     channel_values = site.var
     if site.gamma is not None and not len(site.var):
         channel_values = site.gamma

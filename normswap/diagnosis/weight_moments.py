@@ -94,6 +94,7 @@ def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair])
     widths = {len(mean) for mean in means}
     if is_add(node) and len(widths) == 1:
         return means[0] + means[1], variances[0] + variances[1]
+    # A concatenation is followed if it names no value twice.
     if node.target is torch.cat and [*listed(node)] == sources:
         return torch.cat(means), torch.cat(variances)
 
@@ -124,6 +125,7 @@ def _activated(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
         act: The activation.
         pair: Mean and variance of its input, each (C,).
     """
+    # (1, C, 64): each channel of one sample has the 64 quantiles of its normal distribution.
     mean, var = pair
     x = (mean[:, None] + var.sqrt()[:, None] * _POINTS.to(mean))[None]
     # The activation may be the user's code, and raise anything.

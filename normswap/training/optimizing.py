@@ -167,7 +167,8 @@ def adaptive_clip_(
         if isinstance(layer, _ConvTransposeNd)
     }
 
-    # Every tensor in these lists has its outputs in dimension 0.
+    # Every tensor in these lists has its outputs in dimension 0. The gradients are the parameters'
+    # own, or views of them, so that they can be clipped in place.
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     turned: list[bool] = []
@@ -180,6 +181,8 @@ def adaptive_clip_(
     if not gradients:
         return []
 
+    # An output's gradient is multiplied by allowed norm / norm, or by 1 if it is short enough.
+    # Norms below 1e-6 count as 1e-6, so that nothing is divided by 0.
     weight_norms = torch._foreach_clamp_min(_norms_by_output(weights), 1e-3)
     allowed = torch._foreach_mul(weight_norms, share)
     norms = _norms_by_output(gradients)
@@ -435,12 +438,14 @@ class Teacher(nn.Module):
             raise SourceError(f"the teacher has num_classes {taught}, the network {learned}")
 
         # The pixel is x std + mean of the student. The teacher takes (pixel - mean) / std.
-        ours = zoo.data_config(student)
-        theirs = zoo.data_config(network)
-        std = torch.tensor(theirs["std"])
-        ratio = torch.tensor(ours["std"]) / std
-        shift = (torch.tensor(ours["mean"]) - torch.tensor(theirs["mean"])) / std
-        self.same = ours["mean"] == theirs["mean"] and ours["std"] == theirs["std"]
+        of_student = zoo.data_config(student)
+        of_teacher = zoo.data_config(network)
+        teacher_std = torch.tensor(of_teacher["std"])
+        ratio = torch.tensor(of_student["std"]) / teacher_std
+        mean_difference = torch.tensor(of_student["mean"]) - torch.tensor(of_teacher["mean"])
+        shift = mean_difference / teacher_std
+        same_mean = of_student["mean"] == of_teacher["mean"]
+        self.same = same_mean and of_student["std"] == of_teacher["std"]
         self.register_buffer("ratio", ratio.view(1, -1, 1, 1))
         self.register_buffer("shift", shift.view(1, -1, 1, 1))
 

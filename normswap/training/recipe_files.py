@@ -74,8 +74,8 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
             value out of range. The message names key and file.
     """
     path = Path(name_or_file)
-    plain = path.suffix not in _SUFFIXES and path.name == str(name_or_file)
-    if plain and (path.name in names() or not path.is_file()):
+    is_bare_name = path.suffix not in _SUFFIXES and path.name == str(name_or_file)
+    if is_bare_name and (path.name in names() or not path.is_file()):
         return check(_parsed(text(path.name), f"recipe {path}"), f"recipe {path}", overrides)
 
     try:
@@ -222,6 +222,7 @@ def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
             f"{override!r} is not KEY=VALUE", remedy="For instance optim.lr=0.05 or data.root=PATH"
         )
 
+    # The groups on the way to the key are copied, so that `tree` stays as it is.
     changed = dict(tree)
     inner = changed
     for step in steps[:-1]:

@@ -247,7 +247,7 @@ It returns how the run has ended, or None if it was asked to stop before.
 Point = tuple[float, int]
 Progress = Callable[[str], None]
 
-# Seconds between a worker's signs of life, and without one until it counts as dead.
+# A worker gives a sign of life every BEAT seconds. Without one for GRACE seconds it counts as dead.
 BEAT = 15
 GRACE = 60
 # Two workers that create a database's tables at once fail, and try again.

@@ -343,6 +343,7 @@ def held_out(model: Body, data: DataPart, images: TrainingImages) -> datasets.Lo
         everything = datasets.make_loader(
             model, images.place, split="train", workers=data.workers, labelled=images.labelled
         )
+        # If no image is taken out, training images are measured.
         loader = everything.only(sorted(chosen) or rows[:_MOST_HELD_OUT])
 
     loader.batches.worker_init_fn = ignore_sigterm

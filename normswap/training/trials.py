@@ -1,4 +1,7 @@
-"""Where each target ends: short trials of equally many updates; the better half goes on.
+"""Short trainings of a network, converted to each scheme that it admits, to choose one of them.
+
+A scheme with its options is a target. All targets of a round have equally many updates, and the
+better half goes on to the next round.
 
 All trials follow one recipe, which `finetune` takes too. The labels and the teacher, which is the
 source, have the same weight in the loss. All trials see the same images in the same order.
@@ -57,10 +60,10 @@ _PLANNED = 0.8
 
 @dataclass(frozen=True, eq=False)
 class TargetTrial:
-    """Where a target ended, measured on held-out images.
+    """The accuracy and loss that one short training reached, measured on held-out images.
 
     Args:
-        advice: The target, and why it is advised.
+        advice: The scheme that the network was converted to, and why it is advised.
         lr: The learning rate.
         updates: The number of updates.
         at_once: The accuracy before training, in percent.
@@ -229,14 +232,16 @@ class Trials:
 
     @torch.random.fork_rng(devices=[])
     def run(self, possible: Sequence[Advice]) -> list[TargetTrial]:
-        """Return where each target has ended, the best first.
+        """Return the last trial of each target, the best first.
 
         Args:
-            possible: The targets.
+            possible: The targets: schemes to convert to, with their options.
 
         Raises:
             OptionError: The minutes are too few.
         """
+        # Each round must have more updates than the one before. So the first has `_FEWEST_UPDATES`
+        # at least.
         usual = recipe_files.load_recipe(RECIPE).optim.lr
         updates = _FEWEST_UPDATES - 1
         # These trials measure how long an update takes. The first update of a process is slow, so
@@ -266,6 +271,7 @@ class Trials:
                 best.setdefault(trial.advice.target, trial)
             standings = list(best.values())
             targets = [trial for trial in standings if trial.advice.target not in REFERENCES]
+            # `targets` has the targets of earlier rounds too, so the share is of all targets.
             better = max(2, math.ceil(len(targets) / 2 ** (number + 1)))
             going_on = targets[:better]
             going_on += [trial for trial in standings if trial.advice.target in REFERENCES]
@@ -299,9 +305,9 @@ class Trials:
         return seconds
 
     def _trial(self, advice: Advice, lr: float, updates: int) -> TargetTrial:
-        """Train a target from its beginning, and return where it ended.
+        """Train the converted network from its beginning, and return what it reached.
 
-        The first time the network is converted, and measured before it is trained.
+        At a target's first trial the network is converted, and measured before it is trained.
 
         Args:
             advice: The target, with its options.
@@ -311,6 +317,7 @@ class Trials:
         if advice.target not in self.networks:
             network = self.source
             options = dict[str, Any](advice.options)
+            # BatchNorm as a target is the source as it is.
             if advice.scheme != "batchnorm":
                 images = None if advice.exact else self.to_fit
                 network = conversion.convert(

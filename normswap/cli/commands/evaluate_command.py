@@ -51,6 +51,7 @@ def run(
     With --against also the accuracy of that network, and how often both give the same answer. The
     exit code is 1 if they agree on less than --min-kept.
     """
+    # --min-kept without a network to compare with is refused before anything is opened.
     if compared.against is None:
         compared.enough(None)
     net = opening.open(model, device=images.device, runs=True)

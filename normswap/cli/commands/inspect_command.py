@@ -68,6 +68,7 @@ def _print(body: Body) -> None:
 
 def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
     """Yield the rows of the blocks' table; neighbours in a stage that look alike make one row."""
+    # The stage, which is not shown, keeps blocks of two stages in rows of their own.
     for (_, skip, order, norms, *inside), group in groupby(blocks, _looks):
         alike: list[Body] = list(group)
         name = alike[0]["path"]
@@ -80,7 +81,7 @@ def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
 
 
 def _looks(block: Body) -> tuple[object, ...]:
-    """Return what a row says of a block, but for its name and alpha."""
+    """Return the stage of a block and what its row shows, except for the name and alpha."""
     home = block["path"].partition("+")[0]
     inside = []
     for name in ("last", "gate", "drop_path"):

@@ -44,7 +44,7 @@ def run(
     file = output or Path(f"{directory.resolve().name}.html")
     network_folder.check_beside(file)
     atomic_write.check_writable(file, force=force)
-    # A browser shows the text of a page with another ending.
+    # If a page has another ending, a browser shows its HTML as text.
     if file.suffix.lower() not in (".html", ".htm"):
         raise OutputError(
             f"{file} has another ending than a page of HTML", remedy=f"Name it {file.stem}.html"

@@ -75,6 +75,7 @@ def run(
     asked = [name for name, _ in opening.asked()]
     with working(f"loading {directory}"):
         file = exported_file(str(directory))
+    # --weights FILE alone fills the network in DIR. All other options say how --against is opened.
     fills = file is None and against is None and asked == ["--weights"]
     fills = fills and opening.weights != "random"
     if against is None and asked and not fills:
@@ -371,6 +372,7 @@ def _unproved(body: Body) -> str:
 def _departed(body: Body) -> str:
     """Return the output or gradient that is off by more than is allowed, or an empty text."""
     for deviation in body.get("compiled") or ():
+        # A deviation that is NaN is too large as well.
         if not deviation["relative_l2"] <= max(deviation["allowed"], deviation["rounding"]):
             return str(deviation["what"])
     return ""
