@@ -214,7 +214,8 @@ def _merged(builder: PlanBuilder, terms: list[_Term]) -> Branches | None:
     modules = builder.traced.modules
 
     # Terms behind different barriers cannot be merged. Only those behind the first barrier, and
-    # those without one, are considered.
+    # those without one, are considered. If there is a barrier, the convolution that stays must be
+    # behind it, so that the number 0 does not reach the barrier.
     barriers = [
         term.barrier for term in terms if term.barrier is not None and term.path is not None
     ]

@@ -247,6 +247,7 @@ def _hooks_reason(linear: nn.Module) -> str:
 
 def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
     """Return the paths in order, without a path whose module an earlier path names already."""
+    # The paths go backwards, so that a module's first path overwrites its later ones.
     first_paths: dict[int, str] = {}
     for path in reversed(paths):
         first_paths[id(modules[path])] = path

@@ -199,6 +199,8 @@ class Anatomy:
 
         If the norm is one layer of a `Chain`, the original path is the path of the `Chain`.
         """
+        # The layers of a Chain are called `inner` and `then`. These names are cut off, unless the
+        # source network itself had a norm at such a path.
         parts = path.split(".")
         while parts and parts[-1] in ("inner", "then"):
             if ".".join(parts) in self.provenance.original_paths:

@@ -169,6 +169,8 @@ class Recorder(TorchFunctionMode):
         # The names come in the order in which `map` meets the tensors.
         def enter(tensor: Tensor) -> Tensor:
             """Return a copy of a tensor of the example that is the value of a placeholder."""
+            # A name such as `0.2` or `1.mask.x` begins with the dict of `arguments` that holds the
+            # tensor. The position or keyword of the argument follows, then the keys inside of it.
             value = tensor.detach().clone()
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
@@ -337,11 +339,14 @@ class Recorder(TorchFunctionMode):
         The graph gets new nodes for a tensor without one: a parameter, a constant, an item of a
         collection, or a tensor that was overwritten.
         """
+        # A parameter or buffer becomes a node when it is read for the first time.
         if id(tensor) in self.named and id(tensor) not in self._known:
             self._remember(tensor, self._add("get_attr", self.named[id(tensor)], (), {}, tensor))
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
 
+        # A tensor that was not computed from the input is a constant, unless a node that was has
+        # written to its memory.
         mark = self._mark_of(tensor)
         if mark is None or mark.node is None:
             node = self._constant(tensor, stranger=mark is None)
@@ -364,6 +369,7 @@ class Recorder(TorchFunctionMode):
         # `overwriting.aliasing_conflicts` reads this note.
         if mark.written:
             mark.node.meta["old_name"] = True
+        # If the tensor was overwritten after its node made it, an `after` node has its value.
         if mark.version != version(tensor):
             write = self._writes.get(memory(tensor))
             if write is not None:

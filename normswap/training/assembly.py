@@ -198,12 +198,12 @@ def read_slurm() -> None:
     Raises:
         OptionError: The address where the processes meet is not set.
     """
+    # Whoever started the process, such as torchrun, has set the variables already.
+    if "RANK" in os.environ:
+        return
     tasks = os.environ.get("SLURM_NTASKS", "1")
-    if (
-        "RANK" in os.environ
-        or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys()
-        or int(tasks) == 1
-    ):
+    is_started_by_srun = {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys()
+    if not is_started_by_srun or int(tasks) == 1:
         return
 
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -391,6 +391,7 @@ class Task:
         if images.labelled:
             self.classes = getattr(subject.module, "num_classes", None)
 
+        # The network is trained as a copy, so that the caller's stays as it is.
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
         self.raw = (
             copying.duplicate(subject.module, {}).to(engine.device).to(memory_format=self.layout)

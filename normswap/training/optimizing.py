@@ -53,9 +53,11 @@ def optimizer(
             groups.
     """
     policy: Policy = optim.decay
+    # With auto the scheme of the last conversion says which parameters decay. A network that was
+    # never converted follows kim2022.
     if policy == "auto":
         steps = provenance.of(model).plan.steps
-        policy = next((schemes.get(step.scheme).decay for step in steps[-1:]), "kim2022")
+        policy = schemes.get(steps[-1].scheme).decay if steps else "kim2022"
     rates: dict[str, float | None] = {
         "layer_decay": optim.layer_decay,
         "scalar_lr_scale": optim.scalar_lr,
@@ -89,6 +91,7 @@ def scheduler(
         updates: The number of updates of the whole run.
         per_epoch: The number of updates in an epoch.
     """
+    # By default the warm-up of n updates begins at 1 / (n + 1) of the full rate.
     warmup = round(schedule.warmup * per_epoch)
     start = schedule.warmup_lr
     if start is None:
@@ -98,6 +101,8 @@ def scheduler(
         "cosine": CosineLRScheduler,
         "poly": PolyLRScheduler,
     }
+    # With `warmup_prefix` these schedules begin when the warm-up has ended. They have the updates
+    # that are left.
     if schedule.name in kinds:
         with quiet():
             return kinds[schedule.name](

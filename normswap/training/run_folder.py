@@ -46,7 +46,7 @@ COLUMNS = (
 Row = dict[str, float | None]
 
 TRACKERS = "trackers"
-# The names in the folder, and whether each is a directory.
+# The names that a run makes in its folder. True stands for a directory, False for a file.
 _STATE = "state"
 _RECIPE = "recipe.yaml"
 _NAMES = {

@@ -368,14 +368,15 @@ class Sweep:
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
         """Open a database.
 
-        Every transaction in SQLite takes the write lock when it begins. By default it takes the
-        lock at its first write, and two that have both read by then block each other.
+        In SQLite, every transaction is made to take the write lock when it begins. By default a
+        transaction takes the lock at its first write, and two transactions that have both read by
+        then block each other.
         """
         storage = self.optuna.storages.RDBStorage(url, heartbeat_interval=BEAT, grace_period=GRACE)
         if storage.engine.name == "sqlite":
             from sqlalchemy import event
 
-            # Connections that are open already would not be told.
+            # Connections that are open already do not know the listeners below, so they are closed.
             storage.engine.dispose()
             # The driver begins no transaction by itself, so the engine says how one begins.
             event.listen(

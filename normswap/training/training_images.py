@@ -106,19 +106,20 @@ class Order(Sampler[list[Position]]):
         return (self.last - self.first) * self.share.accumulate
 
     def __iter__(self) -> Iterator[list[Position]]:
-        micro = self.share.micro(self.batch)
+        micro_batch_size = self.share.micro(self.batch)
         per_epoch = self.count // self.batch
-        ordered = -1
+        # The epoch that `order` belongs to. There is none yet.
+        ordered_epoch = -1
 
         for update in range(self.first, self.last):
-            epoch, position = divmod(update, per_epoch)
-            if epoch != ordered:
+            epoch, update_in_epoch = divmod(update, per_epoch)
+            if epoch != ordered_epoch:
                 order = self._of_epoch(epoch)
-                ordered = epoch
-            images = order[position * self.batch : (position + 1) * self.batch]
+                ordered_epoch = epoch
+            images = order[update_in_epoch * self.batch : (update_in_epoch + 1) * self.batch]
             for micro_batch in range(self.share.accumulate):
-                own = _slice(images, micro_batch * self.share.world + self.share.rank, micro)
-                yield own
+                number = micro_batch * self.share.world + self.share.rank
+                yield _slice(images, number, micro_batch_size)
 
     def _of_epoch(self, epoch: int) -> list[Position]:
         """Return the images of an epoch in order; copies of an image stand side by side."""
