@@ -62,25 +62,30 @@ _SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Claims:
-    """What an exact result claims of the values inside of a network.
+    """At which residual blocks an exact result claims to have the source's values.
 
     Args:
-        keeps_blocks: Whether it keeps the values at blocks. A stream that is rescaled, or that lost
-            its mean, has others.
-        changed_between: Pairs of paths: a layer, and one behind it. One of them took in the other,
-            so the values between them are others than in the source.
+        keeps_blocks: Whether it claims so of any block. It does not if the residual stream is
+            rescaled, or if the mean is taken out of the stream.
+        changed_between: Pairs of paths: a layer, and a layer behind it. One of the two absorbed the
+            other, so the values between them differ from the source's.
     """
 
     keeps_blocks: bool = True
     changed_between: tuple[tuple[str, str], ...] = ()
 
     def keep(self, path: str) -> bool:
-        """Whether the value of the block at `path` is claimed.
+        """Whether the result claims to have the source's value at the output of a block.
 
-        A block that holds the first of a pair, and not the second, ends between them.
+        A block that holds the first layer of a pair, and not the second, ends between the two,
+        where the values differ.
+
+        Args:
+            path: The path of the block. The empty path is the network itself.
         """
 
         def holds(inner_path: str) -> bool:
+            # The network itself, with the empty path, holds every layer.
             return not path or inner_path.startswith(f"{path}.")
 
         ends_between = any(
@@ -109,8 +114,8 @@ def compare_networks(
         result: The network that is compared with it.
         exact: Whether the result claims to compute the source's function.
         precise: The comparison in float64, on the beginning of the first batch (`compare_double`).
-        traced: Whether errors are measured at every block of the source, too, and branches checked
-            for life.
+        traced: Whether errors are also measured at every residual block of the source. Then a
+            remark tells of each residual branch that hardly contributes to its block.
         claims: What an exact result claims inside. By default, the values at every block.
 
     Raises:
@@ -186,7 +191,8 @@ class _Comparison:
                 block for block in self.anatomy.blocks if block.path and block.path in modules
             )
 
-        # An approximate result may find another number of boxes, and has no distance in float64.
+        # An approximate result may find another number of boxes. Its distance is then infinite,
+        # which does not make the result wrong.
         error = self.double_error
         if error is not None and (self.exact or not math.isinf(error.relative_l2)):
             self.outputs.append(error)
@@ -203,6 +209,7 @@ class _Comparison:
         tails = [block.tail for block in self.blocks if block.tail]
         pair = both(network, self.result, example, paths, tails, first)
         if pair is None:
+            # The source does not take images of this size.
             return
 
         # The outputs, and the values inside, of the source and of the result.
@@ -254,12 +261,14 @@ class _Comparison:
             if value.is_floating_point() and error.relative_l2 > allowance.base_of(self.precision):
                 own_change = self._own_change(example, {name: value}, error)
                 allowed = allowance.of_outputs(self.precision, own_change).most
+                # This error can show that the result is wrong, but never that it is right.
                 self.inside.append(JudgedError(error, allowed, shows_errors=False))
 
     def _decide_in_double(self, example: Example, error: Error) -> None:
-        """Compare a call in float64, too, where rounding would let a large error pass.
+        """Compare a call in float64, too, if its error in the source's precision is large.
 
-        Only the beginning of the first call is compared in float64 anyway.
+        Otherwise only the beginning of the first call is compared in float64. The error in float64
+        is added to `outputs`.
 
         Args:
             example: The call.
@@ -273,6 +282,7 @@ class _Comparison:
         again = self.precise.again(example)
         if again is not None and again.error is not None:
             self.outputs.append(again.error)
+            # What holds for one of the calls is taken to hold for all.
             self.precise = replace(
                 self.precise,
                 own_change=max(self.precise.own_change, again.own_change),
@@ -280,28 +290,36 @@ class _Comparison:
             )
 
     def _excuse(self, example: Example, outputs: Outputs, error: Error) -> None:
-        """Note an error that rounding may explain, where float64 was not asked.
+        """Add an error in float32 to `excused` if rounding may explain it.
 
-        It proves nothing, but a network that enlarges rounding need not have a wrong result.
+        Such an error does not show that the result is wrong, as the network enlarges rounding. It
+        does not show that the result is right, either.
 
         Args:
             example: The call.
             outputs: The source's outputs by name.
             error: The error of the result's outputs.
         """
-        is_float32_alone = error.precision == "float32" and self.precise is None
-        is_small = error.relative_l2 <= allowance.FLOAT32_BASE
-        if not self.exact or not is_float32_alone or is_small:
+        # An approximate result may differ from the source by any amount.
+        if not self.exact:
+            return
+        # If float64 was tried, the tolerance itself allows for rounding (`_own_change`).
+        if error.precision != "float32" or self.precise is not None:
+            return
+        # An error that passes in every network needs no excuse.
+        if error.relative_l2 <= allowance.FLOAT32_BASE:
             return
 
-        # Where near ties decide, as in detectors, the weights' last digit may decide them, too.
+        # In a detector near ties decide which boxes are chosen. The last digit of the weights may
+        # decide a tie that the last digit of the input leaves as it is.
         own_change = self._change_by_last_digit(example, outputs)
         if not error.relative_l2 <= allowance.STRAYING * own_change:
             by_weights = self._outputs_by_weights(example)
             weight_change = allowance.apart(self.precision, example, outputs, by_weights)
             own_change = max(own_change, weight_change)
 
-        # Another shape is only excused where a last digit changes the source's own shape.
+        # Outputs of another shape are infinitely far off. They are excused only if `own_change` is
+        # infinite, too: if a last digit changes the shapes of the source's own outputs.
         if error.relative_l2 <= allowance.STRAYING * own_change:
             self.excused.append(error)
 
@@ -322,9 +340,11 @@ class _Comparison:
         return Error(site, self.precision, tuple(example.images.shape), math.inf, math.inf)
 
     def _own_change(self, example: Example, outputs: Outputs, error: Error) -> float:
-        """Return how far its own rounding moves the source's outputs.
+        """Return how far rounding alone moves the source's outputs, as a relative L2.
 
-        It is 0 where the error needs no allowance, or has no bound.
+        In three cases it is 0, and the source is not run again: the error is small enough for every
+        network, an approximate result is in half precision, or float64 was not tried for a network
+        in float32.
 
         Args:
             example: The call.
@@ -343,9 +363,10 @@ class _Comparison:
                 seed=self.source.seed,
             )
 
-        # Where the error is within the base anyway, the source need not run once more.
-        is_decided = error.precision != "float64" and self.precise is None
-        if is_half or is_decided or error.relative_l2 <= allowance.base_of(error.precision):
+        # If float64 was not tried for a network in float32, `_excuse` looks at rounding instead.
+        is_float32_alone = error.precision != "float64" and self.precise is None
+        is_small = error.relative_l2 <= allowance.base_of(error.precision)
+        if is_half or is_float32_alone or is_small:
             return 0.0
         return self._change_by_last_digit(example, outputs)
 
@@ -360,7 +381,7 @@ class _Comparison:
         return allowance.apart(self.precision, example, outputs, again)
 
     def _outputs_by_input(self, example: Example) -> Outputs:
-        """Return the source's outputs for a call whose input differs in the last digit."""
+        """Return the source's outputs for a call after its input is changed in the last digit."""
         outputs, _ = run(self.source.module, allowance.in_the_last_digit(example))
         return outputs
 
@@ -371,9 +392,10 @@ class _Comparison:
         return outputs
 
     def _has_heads(self) -> bool:
-        """Whether the source is a detector, whose heads give more than it chooses of it."""
+        """Whether the source is a detector: its heads give more boxes than its outputs keep."""
         try:
             return bool(self.source.anatomy.traced.heads)
+        # The forward cannot be recorded, so no heads are known.
         except NormswapError:
             return False
 
@@ -400,7 +422,11 @@ class _Comparison:
         self.own_change = max(self.own_change, change)
 
     def _judge_inside(self, example: Example, outputs: Outputs, others: Outputs) -> None:
-        """Judge blocks, last layers and labels, which prove outputs that could show no error.
+        """Decide whether the outputs would show a mistake, and judge values inside the network.
+
+        If the outputs are labels, or do not change with the input, they may be equal although the
+        result is wrong. Then blocks and last layers are compared instead. Sets `shows_errors` and
+        `blind`, and adds to `inside`, `sites` and `remarks`.
 
         Args:
             example: The first call.
@@ -408,14 +434,14 @@ class _Comparison:
             others: The result's outputs by name.
         """
         # `blind` is the reason why nothing would be proved, if no value below shows an error.
-        nothing = _nothing_to_compare(outputs)
-        self.blind = nothing or _CONSTANT
+        why_blind = _nothing_to_compare(outputs)
+        self.blind = why_blind or _CONSTANT
 
         # A result that need not equal the source is measured at its outputs only.
         if not self.exact:
-            self.shows_errors = nothing is None
-            if nothing is not None:
-                self.remarks.insert(0, nothing.why)
+            self.shows_errors = why_blind is None
+            if why_blind is not None:
+                self.remarks.insert(0, why_blind.why)
             return
 
         # An output that never moves with the input would hide a mistake.
@@ -426,7 +452,8 @@ class _Comparison:
                 constant.append(name or "the output")
         self.shows_errors = bool(moving)
 
-        # Labels hide every error that changes none. A detector's heads are compared anyway.
+        # A mistake that changes no label does not show in labels. It shows at a detector's heads,
+        # which are compared in any case.
         has_labels = any(_are_labels(value) and value.numel() for value in outputs.values())
         are_hidden = has_labels and not self._has_heads()
 
@@ -487,7 +514,10 @@ class _Comparison:
         return moving
 
     def _least_visible(self) -> float:
-        """Return how far an output must move so that a mistake of it would be too large."""
+        """Return the relative L2 by which an output must move with the input to show a mistake.
+
+        A mistake in an output that moves by less could pass as rounding.
+        """
         finest = "float64" if self.double_error is not None else self.precision
         base = allowance.base_of(finest)
         own_change = self.own_change
@@ -534,6 +564,7 @@ class _Comparison:
 
         values = run(network, example, paths, entrances=entrances)[1]
         others = run(self.result, example, paths, entrances=entrances)[1]
+        # If the source does not run on other values, every value counts as one that moves.
         _, moved = _run_if_it_can(
             network, with_other_values(example), paths, entrances=entrances
         ) or ({}, {})
@@ -544,7 +575,8 @@ class _Comparison:
             if moves and site in others:
                 errors.append(self._error_at(site, example, values, others))
             elif moves and site not in paths:
-                # What lies before this layer would be seen nowhere else.
+                # The result lacks the input of a last layer. A mistake before that layer would show
+                # nowhere else, so the error counts as infinite.
                 errors.append(self._nothing_at(site, example))
 
         if errors and not self.shows_errors:
@@ -558,10 +590,11 @@ class _Comparison:
         self.remarks.insert(0, sentence)
 
     def _measured(self, example: Example, errors: Sequence[Error]) -> list[JudgedError]:
-        """Return errors inside with what is allowed at each.
+        """Return the errors inside, each with the error that is allowed there.
 
-        An error above the base is held to what the last digit of input and weights changes in the
-        value, or in half precision to what rounding costs it.
+        Every value may be off by the base of the precision. If some value is off by more, rounding
+        decides how much is allowed: the change by the last digit of input and weights, or in half
+        precision the distance to float64.
 
         Args:
             example: The call.
@@ -580,7 +613,9 @@ class _Comparison:
         def inside(model: nn.Module, call: Example) -> Outputs:
             return run(model, call, off, entrances=entrances)[1]
 
-        # Other values of the source, from which the given ones differ by rounding.
+        # The source's values, computed again so that they differ by rounding alone. In half
+        # precision that is in float64, if the source runs in it. Otherwise the last digit of the
+        # input is changed, and then that of the weights.
         values = inside(module, example)
         others: list[Outputs] = []
         by_double = allowance.is_half(self.precision) and self.source.has_double
@@ -621,10 +656,10 @@ class _Comparison:
     def _measured_labels(
         self, example: Example, outputs: Outputs, others: Outputs
     ) -> list[JudgedError]:
-        """Return the share of labels that differ, with what is allowed, for each output of labels.
+        """Return the share of labels that differ for each output of labels, with what is allowed.
 
-        It is held to the share that changes in the source with the last digit of its input or
-        weights.
+        Allowed are four times (`STRAYING`) as many as change in the source when the last digit of
+        its input or weights changes.
 
         Args:
             example: The call.
@@ -655,7 +690,8 @@ class _Comparison:
         """Return the errors of channels that are small beside others of the same output.
 
         Scores of 1e-3 beside boxes of 640 may be all wrong, and the relative L2 of both together is
-        1e-6. They are held to what the last digit of input and weights changes in them.
+        still 1e-6. Each error may be as large as the base, or four times (`STRAYING`) as large as
+        the change by the last digit of input or weights.
 
         Args:
             example: The call.
@@ -695,7 +731,7 @@ class _Comparison:
                 decides=precise is not None and precise.error is None,
             ),
         ]
-        # A network in float64 has one precision, its own.
+        # For a network in float64 both have the same key, and the second is kept.
         allowed = {each.precision: each for each in allowances}
         self._remark_on_precision(allowed[self.precision])
 
@@ -716,20 +752,22 @@ class _Comparison:
         )
 
     def _remark_on_precision(self, own: allowance.Allowance) -> None:
-        """Say where a precision proves little, and leave out errors that rounding decides.
+        """Add remarks on what a precision does not prove. Errors that say nothing are dropped.
 
         Args:
             own: What is allowed in the source's own precision.
         """
         precise = self.precise
-        if precise is not None and math.isinf(self.own_change):
+        has_unstable_shapes = math.isinf(self.own_change)
+        if precise is not None and has_unstable_shapes:
             # The source itself gives another number of boxes when its input changes in the last
             # digit, so nothing can be compared in this precision.
             self.remarks.append(
                 f"in {self.precision} the outputs change their shape when the input changes in its"
                 " last digit"
             )
-            # Without float64 nothing decides, so the errors stay.
+            # So only errors in float64 are kept. If there are none, the others stay, as nothing
+            # else decides.
             doubles = [error for error in self.outputs if error.precision == "float64"]
             self.outputs = doubles or self.outputs
         elif own.is_coarse:
@@ -839,7 +877,8 @@ class _Comparison:
         if again is None or again.error is None:
             return error
         allowed = allowance.of_outputs("float64", again.own_change).most
-        return error if not again.error.relative_l2 <= allowed else None
+        is_right_in_float64 = again.error.relative_l2 <= allowed
+        return None if is_right_in_float64 else error
 
 
 def _run_if_it_can(
@@ -865,7 +904,7 @@ def _run_if_it_can(
 
 
 def _proved_inside(errors: Sequence[Error], blocks: Sequence[str], *, are_labels: bool) -> str:
-    """Return the sentence that says at which values inside a result was proved.
+    """Return the sentence that tells where inside the network the result was proved.
 
     Args:
         errors: The errors at these values.
@@ -909,14 +948,18 @@ def _are_labels(value: Tensor) -> bool:
 
 
 def _small_parts(outputs: Outputs, values: Outputs) -> Outputs:
-    """Return the parts of some values where the source's channels are small, by output and axis.
+    """Select the channels that are small in the source's outputs, from these or other outputs.
 
-    Classes are in dimension 1, or last.
+    A channel is small if its norm is below a thousandth of the largest channel's norm. Both
+    dimension 1 and the last one are tried as channels, as classes are in one of them.
 
     Args:
-        outputs: The source's outputs by name, which say which channels are small.
-        values: The values that the parts are taken of: these outputs, or others. One of another
-            shape than the source's has no part.
+        outputs: The source's outputs by name. They decide which channels are small.
+        values: The outputs from which the channels are selected: the source's, or those of another
+            run. An output whose shape is not the source's is left out.
+
+    Returns:
+        The selected channels, by a name that tells output and axis.
     """
     parts: Outputs = {}
     for name, output in outputs.items():
@@ -981,15 +1024,16 @@ def _has_foreign_layers(anatomy: Anatomy) -> bool:
 
 
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
-    """Return the outputs of a batch's first samples, in the shapes of other outputs.
+    """Return the source's outputs for as many first samples as were run in float64.
 
-    The source runs again where its forward squeezes outputs.
+    They are cut from the outputs for the whole batch. If an output for the first samples has
+    another number of dimensions, as when forward squeezes a batch of one, the source runs again.
 
     Args:
         source: The source.
         example: The batch.
         outputs: The source's outputs for the whole batch, by name.
-        like: Its outputs in float64 for the first samples, by name.
+        like: The source's outputs in float64 for the first samples, by name.
     """
     if any(value.ndim != outputs[name].ndim for name, value in like.items() if name in outputs):
         return run(source, example.first(1))[0]

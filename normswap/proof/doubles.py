@@ -66,14 +66,14 @@ def compare_double(
 ) -> Precise | None:
     """Compare source and result in float64, on the first image or on a small batch as it is.
 
-    None where the network is in float64 already, or its device has no float64 (MPS).
+    Returns None if the network is in float64 already, or its device has no float64 (MPS).
 
     Args:
         source: The source.
-        make: Returns the result in float64, never rounded to less.
-        parts: Returns the result's outputs on an example in float64 at less cost, or None. Where
-            these differ from the source's, the network of `make` decides. By default it returns
-            None.
+        make: A function that builds the result in float64, without rounding to less on the way.
+        parts: A function that takes an example in float64 and returns the result's outputs at less
+            cost than `make`, or None. If these outputs differ from the source's, or there are none,
+            the network of `make` is compared. The default always returns None.
     """
     if not source.has_double:
         return None
@@ -87,10 +87,12 @@ def compare_double(
             return None
         return _against(source, double_example, expected, make, parts)
 
+    # The network is run on few samples, or else on the whole first batch.
     whole = source.examples[0]
     short = source.short_example
+    candidates = [short] if short is whole else [short, whole]
     why = ""
-    for example in (short,) if short is whole else (short, whole):
+    for example in candidates:
         # The forward is the user's: it may ask for one dtype, or for its number of images.
         try:
             double_example = example.map_floats(Tensor.double)
@@ -117,14 +119,16 @@ def _against(
         source: The source.
         example: The call, in float64.
         reference: The source's outputs in float64, by name.
-        make: Returns the result in float64, never rounded to less.
-        parts: Returns the result's outputs in float64 at less cost, or None.
+        make: A function that builds the result in float64, without rounding to less on the way.
+        parts: A function that takes the call and returns the result's outputs in float64 at less
+            cost, or None.
     """
 
     def error_of(expected: Outputs, outputs: Outputs) -> Error:
         return between(example, expected, outputs, precision="float64", anatomy=source.anatomy)
 
-    # The run by parts costs less, and proves a result that is right. Any other result is built.
+    # The run by parts costs less, and is enough if its outputs are right. If they are not, or there
+    # are none (an infinite error), the result is built and run.
     error = error_of(reference, parts(example) or {})
     if not error.relative_l2 <= allowance.FLOAT64_BASE:
         result = make()
@@ -142,6 +146,7 @@ def _against(
     if error.relative_l2 <= allowance.FLOAT64_BASE:
         return Precise(error, reference)
 
+    # Before a larger error counts as a mistake, it is asked how far rounding moves the source.
     own_change, hangs_on = _own_change(source.module, example, reference)
     return Precise(error, reference, own_change, hangs_on)
 

@@ -80,10 +80,11 @@ class Kept:
 
 
 class HeldOutSplit:
-    """Iterates over the calls to fit to, and holds out every fourth image.
+    """Iterates over the calls that values are fitted to, and holds out every fourth image.
 
     It can be iterated repeatedly. Calls are cut to a size that suits the device
-    (`checked_batches.parts`). Of calls that cannot be split, every fourth call is held out.
+    (`checked_batches.parts`). A call that cannot be split is fitted to or held out as a whole: the
+    fourth call is held out, the eighth, and so on.
 
     Args:
         batches: The calls.
@@ -107,11 +108,14 @@ class HeldOutSplit:
 
     def __iter__(self) -> Iterator[Example]:
         self.held = []
+        # The number of images that can still be held out.
         room = MOST
+        # The hashes of the images that values are fitted to.
         fitted_to: set[bytes] = set()
 
         position = 0
         for i, batch in enumerate(self.batches):
+            # A call without tensors has nothing to hold out.
             if not batch.tensors():
                 yield batch
                 continue

@@ -64,8 +64,9 @@ class Judgement:
 def judge(measured: Sequence[JudgedError], blind: Reason) -> Judgement:
     """Judge a result that claims to be exact, by all errors that were measured and nothing else.
 
-    It is wrong where an error is too large and cannot be doubted. It is proved where all errors
-    are within what is allowed, and one of the values would have shown a mistake.
+    The result is wrong if an error is too large, and nothing but a mistake explains it. The result
+    is proved if every error is small enough, and at least one of the values would have shown a
+    mistake. Otherwise nothing is proved.
 
     Args:
         measured: Every error that was measured, at outputs and inside.
@@ -74,7 +75,10 @@ def judge(measured: Sequence[JudgedError], blind: Reason) -> Judgement:
     too_large = [each for each in measured if not each.is_within]
     doubts = [each.doubt for each in too_large if each.doubt is not None]
     if too_large:
-        return Judgement(False, doubts[0] if len(doubts) == len(too_large) else None)
+        # A single error without a doubt makes the result wrong. A judgement without a reason says
+        # so.
+        are_all_in_doubt = len(doubts) == len(too_large)
+        return Judgement(False, doubts[0] if are_all_in_doubt else None)
     if not any(each.shows_errors for each in measured):
         return Judgement(False, blind)
     return Judgement(True)
@@ -100,8 +104,8 @@ class Report:
         remedy: What helps where nothing is proved. Empty otherwise.
         allowances: How each tolerance came about, by precision.
         site_tolerance: The largest relative L2 error that is allowed inside, by site.
-        steps_before: How many steps of its plan the network that this was measured against had
-            behind it. With 0 it is the source itself.
+        steps_before: How many steps of the plan had already been applied to the network that the
+            result was compared with. With 0 it is the source itself.
     """
 
     exact: bool

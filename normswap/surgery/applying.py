@@ -55,10 +55,12 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     """
     duplicate = copying.to_double if double else copying.duplicate
 
+    # The new layer for each old module, by the old one's identity. When the model is copied, the
+    # new layer is taken in place of a copy of the old module.
     memo: copying.Memo = {}
     # The paths of norms in whose place a layer of another class stands.
     gone: list[str] = []
-    # Parameters and plain numbers, which no copy of modules replaces.
+    # Paths and values of parameters and plain numbers (a dropout rate). They are set on the copy.
     attributes: list[tuple[str, object]] = []
 
     # Innermost paths come first: a layer that stays needs the replacements inside it.
@@ -75,13 +77,15 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
         original = old
         if edit.keep or (double and not layer_of(edit).CASTS):
-            # A layer that stays is copied with its own replacements inside.
+            # A module that stays inside the new layer is copied with the replacements in it, which
+            # `memo` has. Any other is only read, and is copied so that it is read in float64.
             old = duplicate(old, memo if edit.keep else {})
 
         new = memo[id(original)] = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
             learning.follow(model, edit, original, reads, new)
             _keep_widths(original, new)
+        # Methods that fuse norms must find nothing to do around this path (`keep_as_deployed`).
         if site_of(original).is_norm and not isinstance(new, type(original)):
             gone.append(edit.path)
 
@@ -95,10 +99,10 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
 
 def _keep_widths(old: nn.Module, new: nn.Module) -> None:
-    """Give a new layer, in place, the widths of the old one that it does not state itself.
+    """Set attributes such as `num_features` on a new layer, as the old one had them.
 
-    Blocks read them without a call: timm's the `in_channels` of a branch, others the
-    `num_features` of a norm.
+    Other code reads these numbers of channels: timm's blocks read the `in_channels` of a branch,
+    other blocks the `num_features` of a norm. What the new layer has itself is not overwritten.
 
     Args:
         old: The module that stood at the path.
@@ -138,9 +142,10 @@ def _like(
 
 
 def _in_double(reads: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules, with a copy in float64 for each whose tensors are computed.
+    """Return the modules, with a float64 copy in place of each parametrized one.
 
-    The other modules' tensors have the same values in every precision.
+    Computing a parametrized weight (weight norm) in float32 would round it. The stored tensors of
+    the other modules have the same values in every precision.
     """
     widened: list[nn.Module] = []
     for module in reads:
@@ -153,7 +158,7 @@ def _in_double(reads: Sequence[nn.Module]) -> list[nn.Module]:
 def doubles(
     model: nn.Module, result: nn.Module, step: Step
 ) -> tuple[Replacements, dict[int, torch.Tensor]]:
-    """Return what a step builds, in float64, for `running.by_parts`.
+    """Return the layers and parameters of a step in float64, for `running.by_parts`.
 
     Args:
         model: The network before the step.
@@ -200,8 +205,8 @@ def _layer_in_double(
         reads: The modules that the edit reads.
         like: An empty float64 tensor on the layer's device.
     """
-    # The inside of a layer that stays is cast to float64 where it runs, so an identity stands for
-    # it.
+    # A module that stays inside the new layer is cast to float64 when it runs, so it need not be
+    # built here: an identity takes its place.
     if edit.keep:
         old = nn.Identity()
     elif not layer_of(edit).CASTS:
@@ -238,7 +243,7 @@ def find(model: nn.Module, path: str, who: str) -> Held:
 
 
 def _module(model: nn.Module, path: str, who: str) -> nn.Module:
-    """Return the module at a path, or a LayerScale that holds the parameter at the path.
+    """Return the module at a path. A parameter there is returned in a new LayerScale, as its gamma.
 
     Args:
         model: The network.
@@ -276,12 +281,12 @@ def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
 
 
 def claims(steps: Sequence[Step], earlier: Sequence[Step] = ()) -> Claims:
-    """Return which values inside of the source an exact result claims to keep.
+    """Return at which residual blocks an exact result claims to have the source's values.
 
     Args:
         steps: The steps from the source to the result.
-        earlier: The steps that led to the source. A stream that one of them rescaled may get its
-            own scale back.
+        earlier: The steps that led to the source. If one of them rescaled the residual stream, a
+            later step may undo that, so the values at blocks change again.
     """
     every_step = [*earlier, *steps]
     rescales = not all(schemes.of(step).scheme.keeps_blocks for step in every_step)
@@ -310,11 +315,11 @@ def centres_streams(steps: Sequence[Step]) -> bool:
 
 
 def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
-    """Return the class of an edit's layer, or of a layer that follows it.
+    """Return the class of the layer that an edit places, or of another layer by its name.
 
     Args:
         edit: The edit of a plan.
-        name: The name of a layer that follows. By default it is the edit's own.
+        name: The name of a layer class. The empty name stands for the edit's own layer.
 
     Raises:
         PlanError: No layer has that name.
@@ -361,16 +366,20 @@ def placed(result: nn.Module, step: Step) -> dict[str, nn.Module]:
 def _now(path: str, depths: Mapping[str, int]) -> str:
     """Return the path of a module after the step.
 
-    The inside of a module that stays moves into its `inner`.
+    If a layer is put around a module that stays, the module becomes the layer's `inner`. So with a
+    layer around `stages.0`, the path `stages.0.norm` becomes `stages.0.inner.norm`. The path
+    `stages.0` itself is then the layer's own.
 
     Args:
         path: The path before the step.
         depths: How many layers the step puts around a module that stays, by the module's path.
     """
     parts = path.split(".")
-    heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    # The paths of the modules on the way: `a`, `a.b` and `a.b.c` for `a.b.c`.
+    prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
     inside = [
-        name + ".inner" * depths.get(head, 0) for name, head in zip(parts[:-1], heads, strict=False)
+        name + ".inner" * depths.get(prefix, 0)
+        for name, prefix in zip(parts[:-1], prefixes, strict=False)
     ]
     return ".".join([*inside, parts[-1]])
 
@@ -400,7 +409,8 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
                 for follower in edit.then
             ]
 
-            # The edit's own layer takes the old one's place, or follows it where that stays.
+            # If the old module stays (`keep`), it runs first and the edit's own layer after it.
+            # Otherwise the edit's own layer takes its place.
             if edit.keep:
                 new = old
                 own = layer.replacing(nn.Identity(), *reads, like=like, **edit.arguments)

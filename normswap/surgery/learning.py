@@ -1,4 +1,4 @@
-"""Which parameters of a placed layer learn: what stands for frozen tensors is frozen.
+"""Which parameters of a new layer are trainable: those made from frozen tensors are frozen.
 
 The weight of a layer that absorbs its neighbours learns if the layer's own weight learned. Its bias
 carries its old bias and the neighbours' betas, and learns if one of these did. A parameter that is
@@ -43,10 +43,11 @@ def follow(
     kept = ".".join(["inner"] * edit.depth) if edit.keep else None
     _follow_modes(old, new, kept)
 
-    # The new parameters learn if those learned in whose place they are.
-    stood_for = [old, *reads]
-    if not any(_learning(module) is not None for module in stood_for):
-        stood_for = [_elsewhere(model, edit.path)]
+    # The modules that the new layer replaces decide which of its parameters learn. If these modules
+    # have no parameter, another one decides.
+    replaced = [old, *reads]
+    if not any(_learning(module) is not None for module in replaced):
+        replaced = [_module_that_decides(model, edit.path)]
 
     for name, parameter in nn.Module.named_parameters(new):
         # The kept module is a copy, whose parameters have their flags.
@@ -56,11 +57,13 @@ def follow(
         if isinstance(old, LINEAR) and kept is None:
             parameter.requires_grad_(_learns_in_linear(own_name, edit, old, reads))
         else:
-            parameter.requires_grad_(_learns_for_norm(own_name, old, stood_for))
+            parameter.requires_grad_(_learns_for_norm(own_name, old, replaced))
 
 
 def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Module]) -> list[str]:
-    """Return a sentence about norms whose gamma learned and is part of a frozen weight now.
+    """Return a sentence about norms whose gamma was trainable and is now part of a frozen weight.
+
+    The list that is returned has this sentence, or is empty if there are no such norms.
 
     Args:
         source: The network before the step.
@@ -97,7 +100,7 @@ def _gamma_at(model: nn.Module, path: str) -> nn.Parameter | Tensor | None:
 
 
 def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.Module]) -> bool:
-    """Return whether a parameter of the layer that takes a linear layer's place learns.
+    """Return whether a parameter of a new layer is trainable, where the old layer is linear.
 
     Args:
         name: The parameter's name in the new layer.
@@ -142,19 +145,21 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
     return weight_learns
 
 
-def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) -> bool:
-    """Return whether a parameter learns that stands in a new layer, in the place of another module.
+def _learns_for_norm(name: str, old: nn.Module, replaced: Sequence[nn.Module]) -> bool:
+    """Return whether a parameter of a new layer is trainable, where the old module is a norm.
 
-    The first that exists decides: the tensor of the same name in that module; a gamma or beta that
-    the parameter stands for; or whether that module has anything that learns. The module is a norm,
-    or any other but a linear layer.
+    The old module may be of any other class, too, except a linear layer. The first of these that
+    exists decides: the tensor of the same name in the old module; the gamma (for a gamma or alpha)
+    or the beta (for a beta) of a replaced module; whether any replaced module has a parameter that
+    learns.
 
     Args:
         name: The parameter's name in the new layer.
-        old: The module that stood there.
-        stood_for: The modules whose parameters the new ones stand for.
+        old: The module that the new layer replaces.
+        replaced: The old module and those that the new layer absorbs, or the module that decides
+            for them if none of them has a parameter.
     """
-    # A tensor that stood there under the same name decides.
+    # The old module's tensor of the same name decides.
     same = {**dict(nn.Module.named_buffers(old)), **dict(nn.Module.named_parameters(old))}.get(name)
     if same is not None:
         return same.requires_grad
@@ -166,12 +171,13 @@ def _learns_for_norm(name: str, old: nn.Module, stood_for: Sequence[nn.Module]) 
     elif leaf in _BETAS:
         names = _BETAS
 
-    for module in stood_for:
+    for module in replaced:
         tensor = _tensor(module, names)
-        # A gamma that is a buffer is a constant: it decides of a gamma, not of a branch's alpha.
+        # A gamma that is a buffer is a constant. A new gamma is then constant, too. But it does not
+        # freeze the alpha of a residual branch, so it is skipped.
         if tensor is not None and (leaf != "alpha" or isinstance(tensor, nn.Parameter)):
             return tensor.requires_grad
-    return any(_learning(module) for module in stood_for)
+    return any(_learning(module) for module in replaced)
 
 
 def _weight_learns(module: nn.Module) -> bool:
@@ -205,11 +211,16 @@ def _learning(module: nn.Module) -> bool | None:
     return any(flags) if flags else None
 
 
-def _elsewhere(model: nn.Module, path: str) -> nn.Module:
-    """Return the module that decides for one without parameters.
+def _module_that_decides(model: nn.Module, path: str) -> nn.Module:
+    """Return the module that decides whether the layer at `path` learns, if it has no parameters.
 
-    It is the layer that absorbed the norm that stood at the path, or else the nearest module around
-    the path that has parameters. A plain parameter that absorbed the norm is given in a list.
+    It is the layer that absorbed the norm at the path in an earlier step, or else the nearest
+    module around the path that has parameters. If a plain parameter absorbed the norm, it is
+    returned in an `nn.ParameterList`.
+
+    Args:
+        model: The network before the step.
+        path: The path of the module without parameters.
     """
     for edit in reversed(provenance.of(model).plan.edits):
         if path not in edit.reads or edit.path == path:
@@ -221,6 +232,7 @@ def _elsewhere(model: nn.Module, path: str) -> nn.Module:
         if isinstance(absorbed_in, nn.Module):
             return absorbed_in
 
+    # The modules around the path, the outermost first.
     module = model
     around = [model]
     for name in path.split(".")[:-1]:

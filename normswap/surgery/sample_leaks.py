@@ -75,7 +75,8 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
             f" F.layer_norm), or a BatchNorm module, which '{groupnorm}' replaces"
         )
 
-    # What follows is asked only where samples stay apart, as it would name the same in other words.
+    # A network that mixes samples fails the next two checks as well, for the same cause. So they
+    # run only if nothing was found so far.
     if proof.rows_are_samples and not findings:
         findings = trial.moved_rows()
     if proof.validator is not None and not findings:
@@ -235,9 +236,10 @@ class _LeakTrial:
 
     @property
     def depends_on_samples(self) -> bool:
-        """Whether some output moves when the other samples change.
+        """Whether some output moves when all samples but the kept one are changed.
 
-        It has to: the outputs hold the other samples' answers, too.
+        It has to, as the outputs hold the answers for the changed samples. If none moves, the trial
+        would see no leak.
         """
         pairs = (
             (self.first.outputs, self.second.outputs),
@@ -256,17 +258,22 @@ class _LeakTrial:
         return _step(self.model, self.others_changed)
 
     def changed_state(self) -> dict[str, str]:
-        """Return the modules whose buffers or frozen parameters a step changes, with the reason."""
+        """Find buffers and frozen parameters that a step changes.
+
+        Returns:
+            A sentence that tells what changed in a module, by the module's path.
+        """
         before = _state(self.model)
         after = _state(self.first.model)
-        beside = _state(self.second.model)
+        after_others_changed = _state(self.second.model)
 
         names: dict[str, list[str]] = {}
         for name, tensor in after.items():
-            # A cache that is made at the first call is a constant, unless it depends on the batch.
+            # A forward may make a buffer at its first call, as a cache. That is a constant if the
+            # batch with other samples gives the same values, so it is compared with those.
             old = before.get(name)
             if old is None or old.shape != tensor.shape:
-                old = beside.get(name)
+                old = after_others_changed.get(name)
             if old is None or not _same_values(old, tensor):
                 path, _, own = name.rpartition(".")
                 names.setdefault(path, []).append(own)
@@ -281,7 +288,12 @@ class _LeakTrial:
         return reasons
 
     def mixed_samples(self) -> dict[str, str]:
-        """Return the module whose forward mixes samples, by path, with the operation."""
+        """Find a module whose forward mixes samples.
+
+        Returns:
+            A sentence that tells the operation and its effect, by the module's path. The path is
+            empty if no module is known to be the cause. Without a leak the dict is empty.
+        """
         # First the outputs of the step are compared, then those of the batch after it, then the
         # gradients.
         outputs = self._leaking_outputs(self.first.outputs, self.second.outputs)
@@ -316,15 +328,18 @@ class _LeakTrial:
         return {"": consequence}
 
     def moved_rows(self) -> dict[str, str]:
-        """Return the layers that learn whose row i is not sample i, by path, with the reason.
+        """Find trainable layers that get an input whose row i is not sample i.
 
         Opacus takes the gradient of row i for that of sample i.
+
+        Returns:
+            A sentence that tells what is wrong with a layer's input, by the layer's path.
         """
         findings = {}
         for path, inputs in self.first.rows.items():
             for read, other_read in zip(inputs, self.second.rows.get(path, []), strict=False):
-                # An input that stays when samples change has no rows of theirs, and inputs of two
-                # shapes cannot be compared.
+                # An input that stays the same when samples change has no rows of samples. Inputs of
+                # two shapes cannot be compared.
                 has_same_shape = read.shape == other_read.shape
                 if not has_same_shape or not bool(self._moved(read, other_read).any()):
                     continue
@@ -334,6 +349,7 @@ class _LeakTrial:
                         f"it gets {len(read)} rows for {self.count} samples, so the gradient of"
                         " a row is not that of a sample"
                     )
+                # Only the other samples were changed, so the row of the kept one must not move.
                 elif bool(self._moved(read, other_read)[KEPT].any()):
                     findings[path] = (
                         "row i of its input is not sample i, so the gradient of a row is not that"
@@ -345,9 +361,10 @@ class _LeakTrial:
     def _leaking_outputs(
         self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """Return the outputs that differ for the sample that both runs share, and by how much.
+        """Return the outputs that differ for the kept sample, which is the same in both runs.
 
-        The difference is a relative L2.
+        Each has the relative L2 of the difference. It is 1 if a run lacks the output, or the shapes
+        differ.
 
         Args:
             first: The outputs of the run on the batch itself, by name.
@@ -356,6 +373,8 @@ class _LeakTrial:
         leaks: dict[str, float] = {}
         for name, value in first.items():
             other = second.get(name)
+            # In a list with an entry for each sample, the names of outputs begin with the index of
+            # the sample. The entries of other samples may differ.
             if self.first.listed and name.partition(".")[0] != str(KEPT):
                 continue
             if other is None or other.shape != value.shape:
@@ -393,7 +412,9 @@ class _LeakTrial:
             others_changed: The output f(a, b') with the other samples changed.
             later: Whether it is the output of the batch after the step.
         """
-        # f(a', b), where the sample itself is changed and the others are kept.
+        # f(a', b), where the sample itself is changed and the others are not. Of each pair in
+        # `_others`, False takes the output of the step, and True that of the batch after it. If a
+        # run lacks the output, f(a, b') or below f(a, b) is taken in its place.
         kept_changed = self._others["kept"][later].get(name, others_changed)
         if kept_changed.shape != value.shape:
             return torch.ones_like(value, dtype=torch.bool)
@@ -404,7 +425,8 @@ class _LeakTrial:
         if value.numel() > 1 or value.dtype == torch.bool or not bool(moved.any()):
             return moved
 
-        # f(a', b'), where everything is changed. The two differences are equal if f is a sum.
+        # f(a', b'), where everything is changed. If f is a sum, changing a changes it by the same
+        # amount beside b and beside b', except for rounding.
         all_changed = self._others["all"][later].get(name, value)
         change = value - kept_changed
         change_beside_others = others_changed - all_changed
@@ -434,11 +456,11 @@ class _LeakTrial:
         return 0.0
 
     def _first_mixing(self, *, later: bool) -> _Operation | None:
-        """Return the first operation with a number that depends on the kept sample and on others.
+        """Return the first operation with a result that depends on the kept sample and on others.
 
-        Where there is none, it is the first that puts another sample in the kept sample's row. An
-        operation that the gradient of an output passes is preferred: what a forward only looks at
-        is not the cause.
+        If there is none, it is the first that puts another sample into the kept sample's row, and
+        None if there is none of these either. Operations whose values reach an output, as its
+        gradient tells, come before others: values that reach no output are not the cause.
 
         Args:
             later: Whether the batch after the step is looked at.
@@ -467,11 +489,11 @@ class _LeakTrial:
                 elif value.ndim and len(value) == self.count and bool(moved[KEPT].any()):
                     reordering.append((operation, live))
 
-        found = mixing or reordering
-        for operation, live in found:
+        candidates = mixing or reordering
+        for operation, live in candidates:
             if _passes(outputs, live):
                 return operation
-        return found[0][0] if found else None
+        return candidates[0][0] if candidates else None
 
     def _any_moved(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
         """Whether any output of two runs differs by more than rounding.
@@ -665,10 +687,10 @@ def _fresh(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _training(model: nn.Module, seed: int) -> Iterator[None]:
-    """Put a network in training mode, with gradients and random numbers of a seed, for a while.
+    """Run the body of a `with` in training mode, with gradients on and random numbers of a seed.
 
-    The user's random numbers go on afterwards as if nothing had drawn any. The network stays in
-    training mode.
+    It yields nothing. Afterwards the states of the random number generators are restored, so the
+    user's draws are not affected. The network stays in training mode.
 
     Args:
         model: A copy of the network.
@@ -744,9 +766,10 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _keeper(first: nn.Module, second: nn.Module) -> str:
-    """Return the path of the first module in whose attributes the two batches left other numbers.
+    """Return the path of the first module that keeps numbers of a batch in a plain attribute.
 
-    The path is empty if there is no such module.
+    The two batches left other numbers in this attribute. The path is empty if there is no such
+    module.
 
     Args:
         first: A copy of the network, after a first batch.

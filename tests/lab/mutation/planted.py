@@ -344,7 +344,7 @@ SURVIVING = (
     Planted("gammas stop unsaid", "surgery.learning:notes", answers([]), LEARNING),
     Planted(
         "the network decides for what has no parameters",
-        "surgery.learning:_elsewhere",
+        "surgery.learning:_module_that_decides",
         lambda f: lambda model, path: model,
         LEARNING,
     ),
