@@ -38,10 +38,12 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
         SourceError: A batch has no images, images of another size, or NaN or infinite values.
     """
     called = form(model)
+    # The sizes of the tensors in the batch before.
     size = None
     for i, batch in enumerate(batches):
         example, _ = called.read(batch)
         _check_images(example, i)
+        # The images in a list may each have another size, so lists are not compared.
         sizes = None if example.listed else tuple(tuple(t.shape[1:]) for t in example.tensors())
         if size is not None and sizes != size:
             raise SourceError(
@@ -55,7 +57,7 @@ def _shown(sizes: tuple[tuple[int, ...], ...] | None) -> object:
     """Return the sizes of a call's tensors as a message shows them: a single one stands alone.
 
     Args:
-        sizes: The size of each tensor. None if the call has none.
+        sizes: The size of each tensor. None if the call takes a list of images.
     """
     if sizes and len(sizes) == 1:
         return sizes[0]

@@ -157,6 +157,7 @@ class Moments:
         if self.biased:
             return covariance, cross, variance
 
+        # Without a bias the map cannot remove the means, so the products of the means are added.
         x, y = self.means()
         return (
             torch.baddbmm(covariance, x[:, :, None], x[:, None]),
@@ -216,6 +217,7 @@ class Folds:
         x = _about(x, self.halves[0].x0)
         y = _about(y, self.halves[0].y0)
         for i, half in enumerate(self.halves):
+            # Image n of all that were ever added goes to half n % 2.
             images = slice((i - self.images) % 2, None, 2)
             if x[:, images].numel():
                 half.add_about(x[:, images].flatten(1, 2), y[:, images].flatten(1, 2))

@@ -23,7 +23,8 @@ from normswap.models import network_input
 from normswap.models.calling import Example
 
 Values: TypeAlias = dict[str, Any]
-# The entry of this name in `Values` is the key of the record that the images follow.
+# The entry of this name in `Values` is a key of `Interpreter.records`. It tells which recorded
+# forward computes the batch.
 SIZE = ""
 # Tensors of at least so many bytes are stored in mapped files.
 LARGE = 2**20
@@ -68,6 +69,8 @@ class Interpreter:
         Raises:
             SourceError: The network runs other operations for this call than for the first.
         """
+        # The key is the input's size. Where values decide which operations run, a number is put
+        # before the size, so that each call gets a record of its own.
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)
@@ -79,8 +82,8 @@ class Interpreter:
 
             self.records[key] = record
 
-        entries = (node.name for node in self.nodes if node.op == "placeholder")
-        return {**dict(zip(entries, example.tensors(), strict=True)), SIZE: key}
+        input_names = (node.name for node in self.nodes if node.op == "placeholder")
+        return {**dict(zip(input_names, example.tensors(), strict=True)), SIZE: key}
 
     def run(self, values: Values, begin: int, end: int) -> Values:
         """Compute the nodes from `begin` up to, but not including, `end`.
@@ -102,8 +105,9 @@ class Interpreter:
             if node.name not in values:
                 values[node.name] = self._compute(record, node, values)
 
-        alive = {node.name for node in self.nodes[:end] if self.last.get(node, -1) >= end}
-        for name in values.keys() - alive - {SIZE}:
+        # A value that no later node reads is dropped, so that it takes no memory.
+        read_later = {node.name for node in self.nodes[:end] if self.last.get(node, -1) >= end}
+        for name in values.keys() - read_later - {SIZE}:
             del values[name]
 
         return values
@@ -205,6 +209,8 @@ class Lockstep:
             interpreter.index[node]
             for interpreter, node in zip(self.interpreters, nodes, strict=True)
         ]
+        # If a node lies before the place that its network has reached, nothing is stored: all
+        # networks stay where they are.
         advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
 
         extremes: list[Tensor] = []

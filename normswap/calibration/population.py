@@ -128,13 +128,13 @@ def estimate_population(
     if not count:
         raise SourceError("0 calibration images", "at least one is needed")
 
-    for path, (both, number) in sums.items():
+    for path, (moments, number) in sums.items():
         norm: Any = norms[path].module
-        if not bool(both.isfinite().all()):
+        if not bool(moments.isfinite().all()):
             raise VerificationError(f"the statistics of {path} are not finite on these images")
-        _require_enough(path, both / number, images, most_error)
-        norm.running_mean.copy_(both[0] / number)
-        norm.running_var.copy_(both[1] / number)
+        _require_enough(path, moments / number, images, most_error)
+        norm.running_mean.copy_(moments[0] / number)
+        norm.running_var.copy_(moments[1] / number)
 
     note = f"{len(norms)} norms, {images} images in {count} batches"
     if left_out:

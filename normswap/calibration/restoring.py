@@ -118,12 +118,13 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
     Raises:
         RefusedError: A weight is made of other tensors.
     """
-    *references, changed = [interpreter.traced for interpreter in recorded]
-    for node in changed.nodes:
-        layer = changed.module(node)
-        if layer is None or not fits(layer) or len(changed.calls[id(layer)]) != 1:
+    *references, network = [interpreter.traced for interpreter in recorded]
+    for node in network.nodes:
+        layer = network.module(node)
+        if layer is None or not fits(layer) or len(network.calls[id(layer)]) != 1:
             continue
 
+        # The layer's node in each reference that has the layer.
         nodes = []
         for reference in references:
             counterpart = reference.modules.get(str(node.target))
@@ -155,11 +156,12 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
         interpreter: The network that is run node by node.
         example: The call on which both are compared.
     """
+    # The last node returns the outputs. The nodes that it reads compute them.
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
     outputs = dict(named_tensors(example.call_on_copies(interpreter.traced.modules[""])))
 
-    ends = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]
-    for whole, by_nodes in zip(outputs.values(), ends, strict=False):
+    recorded = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]
+    for whole, by_nodes in zip(outputs.values(), recorded, strict=False):
         if (
             not isinstance(by_nodes, Tensor)
             or whole.shape != by_nodes.shape
@@ -196,6 +198,7 @@ def _moments(lockstep: Lockstep, shared: _Place) -> list[ChannelMoments]:
             # The network's own output is computed again when the layer has been corrected.
             if interpreter is not lockstep.interpreters[-1]:
                 values[node.name] = output
+            # The channels of a linear map's output come last, those of a convolution's second.
             by_channel = (
                 output.flatten(0, -2).T
                 if isinstance(layer, nn.Linear)

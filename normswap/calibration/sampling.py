@@ -73,6 +73,7 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
         places: The indices of the places in a flattened map, (p,).
     """
     flat = maps.reshape(*maps.shape[:2], -1)
+    # As many places as the map has are all of them, in order (`draw`).
     if flat.shape[2] != len(places):
         flat = flat[:, :, places]
     return flat.double().transpose(0, 1).flatten(1)
@@ -97,6 +98,7 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.
     for side, positions in enumerate(at):
         tap = np.arange(conv.kernel_size[side]) * conv.dilation[side]
         padding_before, _ = padding[side]
+        # The first dimension counts the positions. Each side of the kernel has one of its own.
         index = positions.reshape(-1, *(1,) * len(at)) * conv.stride[side] - padding_before
         index = index + tap.reshape(-1, *(1,) * (len(at) - 1 - side))
         inside = inside & (index >= 0) & (index < sides[side])

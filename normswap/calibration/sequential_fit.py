@@ -97,6 +97,7 @@ def refit(
     Raises:
         SourceError: The images are unusable or too few, or their values overflow when squared.
     """
+    # The tensors before the fit are needed only if a share of the fit may be kept.
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with undisturbed(source), evaluating(result):
         lockstep = Lockstep(
@@ -154,16 +155,18 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
         if module is None or path not in calls or calls[path] in boxes:
             continue
 
-        other = theirs.modules[path]
-        once = len(ours.calls[id(module)]) == len(theirs.calls[id(other)]) == 1
-        if isinstance(module, SiteNorm) or estimates(module, other):
-            fitted = site_of(other).averages
+        source_module = theirs.modules[path]
+        our_calls = ours.calls[id(module)]
+        their_calls = theirs.calls[id(source_module)]
+        is_called_once = len(our_calls) == len(their_calls) == 1
+        if isinstance(module, SiteNorm) or estimates(module, source_module):
+            can_be_fitted = site_of(source_module).averages
         elif normalizes(module):
-            fitted = once and site_of(other).is_affine
+            can_be_fitted = is_called_once and site_of(source_module).is_affine
         else:
-            fitted = once and fits(module)
+            can_be_fitted = is_called_once and fits(module)
 
-        if fitted:
+        if can_be_fitted:
             layers.append((calls[path], node, path, module))
 
     return layers
@@ -347,13 +350,14 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
         zero_sum = 1 / units[:, 0].double()
 
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
+    # The division is rounded up, so that all images together give the rows that are needed.
     places_per_sample = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
     folds = Folds(biased=module.bias is not None)
 
     generator = torch.Generator().manual_seed(place.seed)
     for theirs, ours, their_input, our_input in place.batches():
         source_value = source(their_input)
-        # Layers after this one read it.
+        # The run to the next layer may go on from this value instead of computing it again.
         theirs[place.theirs.name] = source_value
         target = place.end.target(theirs, ours, source_value)
         x, y = patches(module, our_input, target, places_per_sample, generator)
@@ -385,16 +389,18 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
     generator = torch.Generator().manual_seed(place.seed)
 
     line = ChannelLine(len(s), s.device)
-    for theirs, ours, before, after in place.batches():
-        at = draw(math.prod(after.shape[2:]), PLACES, generator).to(after.device)
-        x = columns(
-            normalized(module, after.to(torch.promote_types(after.dtype, torch.float32))), at
-        )
-        y = s[:, None] * columns(before, at) + t[:, None]
+    for theirs, ours, their_input, our_input in place.batches():
+        positions = draw(math.prod(our_input.shape[2:]), PLACES, generator).to(our_input.device)
+        # Inputs in half precision are normalized in float32.
+        precision = torch.promote_types(our_input.dtype, torch.float32)
+        x = columns(normalized(module, our_input.to(precision)), positions)
+        # The source's layer computes s x + t.
+        y = s[:, None] * columns(their_input, positions) + t[:, None]
         # A sum behind the norm has another arm, whose difference the norm must make up for.
         if place.end.arms:
             their_arm, our_arm = place.end.arms
-            y = y + columns(theirs[their_arm.name], at) - columns(ours[our_arm.name], at)
+            their_values = columns(theirs[their_arm.name], positions)
+            y = y + their_values - columns(ours[our_arm.name], positions)
         line.add(x, y)
 
     gamma, beta = line.fitted()
@@ -423,6 +429,7 @@ def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
     mean, variance = line.moments()
     slope, offset = line.fitted()
     module.running_mean.copy_(mean)
+    # A BatchNorm stores the unbiased variance.
     module.running_var.copy_(variance * line.count / max(line.count - 1, 1))
     module.weight.copy_(slope * (module.running_var.double() + module.eps).sqrt())
     module.bias.copy_(offset + slope * mean)
@@ -502,6 +509,7 @@ def _loss(expected: Values, result: nn.Module, example: Example) -> float:
         return float("inf")
     floats = [name for name, value in expected.items() if value.is_floating_point()]
     total = sum(float(divergence(expected[name], answers[name])) for name in floats)
+    # NaN is not less than anything, so it becomes infinite too.
     return total if total < float("inf") else float("inf")
 
 

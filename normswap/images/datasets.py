@@ -106,9 +106,11 @@ class Loader:
         return Loader(batches, self.origin, len(rows), self.notes)
 
     def __iter__(self) -> Iterator[Any]:
+        # How many images are still to be given. None if all are.
         left = self.count
         batches = iter(self.batches)
         for batch in batches:
+            # Where images are broken, `collate` returns sentences about them in place of a batch.
             if isinstance(batch, str):
                 # All broken images are named at once, so the other batches are read, too.
                 others = [other for other in batches if isinstance(other, str)]
@@ -116,6 +118,7 @@ class Loader:
                 raise SourceError(
                     f"{self.origin}: {first_few(broken)}", remedy="Remove or replace them."
                 )
+            # A dict holds the inputs of a network that takes several.
             if isinstance(batch, dict):
                 yield batch
                 continue
@@ -312,6 +315,7 @@ def open_images(
         dataset.transform = transform  # type: ignore[attr-defined]
         return dataset
 
+    # A note names what is read, unless that is just the path that the user named, or `demo`.
     notes: list[str] = []
     if place not in (Path(data), shipped.IMAGES):
         part = place or f"the part {split} of {data}"
@@ -326,6 +330,7 @@ def open_images(
         classes = Outputs(record.get("num_classes"), tuple(map(str, class_names)))
         outputs, note = label_map(names, classes, data, needed=labelled is True)
         notes += filter(None, [note])
+    # Without a map from labels to outputs, the labels stay as they are.
     return LabelledImages(dataset, mode, transform, outputs or None, tuple(notes))
 
 
@@ -427,6 +432,7 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
                 root=root or None,
                 split=split,
                 input_img_mode=mode,
+                # For a place on this disk, the caller has found the split's folder already.
                 search_split=place is None,
             )
     except ImportError as error:
@@ -574,7 +580,12 @@ def collate(batch: list[object]) -> object:
 
 
 def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """Return the folder or tar in `folder` with the first of these names that exists, or None."""
+    """Return the path of a split (train, val ...) inside a folder, or None if there is none.
+
+    Args:
+        folder: The folder of the dataset.
+        names: The names that the split may have. The first that exists counts.
+    """
     for name in names:
         for path in (folder / name, folder / f"{name}.tar"):
             if path.exists() and _is_split(path):
@@ -599,10 +610,15 @@ def _is_split(path: Path) -> bool:
 
 
 def part_of(folder: Path, split: str) -> Path:
-    """Return the part of a folder that a split's name means.
+    """Return the folder or tar that holds a split (train, val ...) of a dataset.
 
-    The result is the folder itself if it has no part with a usual name.
+    The result is `folder` itself if a split for training or validation is asked for and `folder`
+    has none.
+
+    Raises:
+        SourceError: Another split is asked for, and `folder` does not have it.
     """
+    # All usual names of this split. There are none for a name of the user's own.
     usual = next((names for names in (TRAIN, VALIDATION) if split in names), ())
     named_part = part_named(folder, (split, *usual))
     if named_part is None and not usual:
@@ -691,15 +707,15 @@ def label_map(
     # label has a meaning must hold for all.
     for meaning, output_of in _possible_meanings(labels, outputs).items():
         output_of_label = {label: output_of.get(label) for label in labels}
-        strange = [label for label, output in output_of_label.items() if output is None]
-        if len(strange) == len(labels):
+        unknown = [label for label, output in output_of_label.items() if output is None]
+        if len(unknown) == len(labels):
             # No label has such a meaning. The next one is tried.
             continue
 
-        if strange:
-            names = first_few(label or "(images outside of the class folders)" for label in strange)
+        if unknown:
+            names = first_few(label or "(images outside of the class folders)" for label in unknown)
             what = (
-                f"{origin}: {len(strange)} of {len(labels)} labels are no classes of the network"
+                f"{origin}: {len(unknown)} of {len(labels)} labels are no classes of the network"
                 f" ({names})"
             )
             raise SourceError(

@@ -88,6 +88,7 @@ class Example:
 
         The result is None unless all of them have the same number of samples.
         """
+        # The number of samples in each tensor and list. A tensor without dimensions counts as 0.
         sizes: set[int] = set()
 
         def measure(value: Any) -> None:

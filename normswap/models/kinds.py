@@ -160,8 +160,9 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
 
     # A prefix, a directory or the name of a description says what a source is, whatever its ending.
     prefix, colon, _ = source.partition(":")
-    named_so = (colon and prefix in prefixes()) or file.is_dir() or of(source) is ULTRALYTICS
-    if not named_so and (file.is_file() or source.endswith(SUFFIXES)):
+    is_named = (colon and prefix in prefixes()) or file.is_dir() or of(source) is ULTRALYTICS
+    # The MODEL is itself a file of weights, so `arch` must name the network.
+    if not is_named and (file.is_file() or source.endswith(SUFFIXES)):
         if not file.is_file():
             raise SourceError(f"{file} does not exist")
         if weights != "pretrained":
@@ -170,6 +171,8 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
             remedy = f"Say what it is: '{spelled('arch', metavar='NAME')}' (named as a MODEL is)."
             raise OptionError(f"{file} holds weights only, or is no MODEL", remedy=remedy)
         return arch, file
+
+    # The MODEL names a network. Its weights are its own, random, or those of a file.
     if arch is not None:
         raise OptionError(
             f"an architecture ({arch}) goes with a weights file, and {source} is none"

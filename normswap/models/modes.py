@@ -54,12 +54,15 @@ def undisturbed(*models: nn.Module) -> Iterator[None]:
 
 # What every module has beside its tensors and children: hooks, which no forward registers.
 _HOOKS = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
-# An object, a copy of its contents, and the memory of a tensor.
+# A tensor or collection, a copy of its contents, and the tensor's memory (None for a collection).
 Contents: TypeAlias = tuple[Any, Any, Tensor | None]
 
 
 def _contents(module: nn.Module) -> Iterator[Contents]:
-    """Yield the tensors and plain collections that a module may write into, nested ones too."""
+    """Yield the tensors and plain collections that a module may write into, nested ones too.
+
+    Each comes with a copy of its contents and, if it is a tensor, with its memory.
+    """
     values = [value for name, value in vars(module).items() if name not in _HOOKS]
     values += [*module._parameters.values(), *module._buffers.values()]
 
@@ -73,6 +76,7 @@ def _contents(module: nn.Module) -> Iterator[Contents]:
             yield value, value.detach().clone(), value.data
         elif type(value) in (dict, OrderedDict, list, set, tuple):
             values += value.values() if isinstance(value, dict) else value
+            # A tuple cannot be written into, but what it holds can.
             if not isinstance(value, tuple):
                 yield value, copy.copy(value), None
 

@@ -26,6 +26,7 @@ class Pace:
         self.work = work
         self.say = say
         self.clock = clock
+        # The time from which on the next sentence may be said.
         self.due = clock() + _FIRST
         self.last_done = 0
         # When the first part of this pass was done, and how many parts were done then.

@@ -260,6 +260,8 @@ def _rebuilt(arch: Arch, rebuild: Callable[[nn.Module], nn.Module]) -> nn.Module
 def _possible_arguments(model: nn.Module, name: str) -> Iterator[Cfg]:
     """Yield arguments with which timm may have built a network, as JSON has them."""
     remembered = getattr(model, "_model_args", {})
+    # A head that was replaced counts as it is now. The usual number of classes is left out, unless
+    # a remembered argument must be overridden.
     current: Cfg = {}
     classes = getattr(model, "num_classes", None)
     if classes is not None and (

@@ -72,6 +72,7 @@ def build(name: str, request: BuildRequest) -> Built:
     if file is not None:
         processor = hub.read_json(file, name)
     preprocessing = hub.of_image_processor(processor, model, name)
+    # If the user asks for another number of classes, the head is new and stays random.
     fresh = _config(Arch(name, hub.bare(stated))).num_labels != model.config.num_labels
 
     def pretrained() -> nn.Module:
@@ -234,21 +235,22 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     kwargs = {**hub.bare(stated), **arguments}
     check_arguments(Arch(name, kwargs, "transformers"))
     config = _config(Arch(name, hub.bare(stated)))
-    strange = next(
+    unknown = next(
         (key for key in arguments if key not in stated and not hasattr(config, key)), None
     )
-    if strange is not None:
+    if unknown is not None:
         raise SourceError(
-            f"{type(config).__name__} has no argument {strange}", remedy=near(strange, stated)
+            f"{type(config).__name__} has no argument {unknown}", remedy=near(unknown, stated)
         )
 
     # The config names its own classes. They are dropped, as another number of classes is asked for.
     for key in ("id2label", "label2id") if "num_labels" in arguments else ():
         kwargs.pop(key, None)
 
-    named = stated.get("architectures")
-    if isinstance(named, list) and named and hasattr(transformers, str(named[0])):
-        return Arch(named[0], kwargs, "transformers")
+    class_names = stated.get("architectures")
+    if isinstance(class_names, list) and class_names and hasattr(transformers, str(class_names[0])):
+        return Arch(class_names[0], kwargs, "transformers")
+    # The config names no class of transformers, so AutoModel chooses one by the type of model.
     model = make(name, transformers.AutoModel.from_config, {"config": config})
     return Arch(type(model).__name__, kwargs, "transformers")
 
