@@ -1,1 +1,1 @@
-"""The command line: `app` finds the files of `commands`; what they share is beside it."""
+"""The command line: `app` runs the commands in `commands`. They share the files beside it."""

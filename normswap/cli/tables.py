@@ -407,7 +407,7 @@ def print_proof(report: Body) -> None:
 
 
 def same_answers(figures: Body) -> str:
-    """Return how many answers of an exported file are those of its network."""
+    """Return in words how many answers of an exported file equal its network's answers."""
     if figures["agreement"] is None:
         return ""
 

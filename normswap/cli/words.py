@@ -14,9 +14,9 @@ def values_typed(option: str, words: Sequence[str]) -> list[str]:
         words: The words of the command line.
     """
     values: list[str] = []
-    for word, following in itertools.pairwise([*words, ""]):
+    for word, next_word in itertools.pairwise([*words, ""]):
         if word == option:
-            values.append(following)
+            values.append(next_word)
         elif word.startswith(f"{option}="):
             values.append(word.removeprefix(f"{option}="))
     return values

@@ -1,4 +1,4 @@
-"""What a network answers to the images of a diagnosis, with its own statistics and with theirs.
+"""A network's answers to images, with its stored statistics and with the images' own.
 
 A sound network can store statistics that look wrong: those that training kept frozen. Its answers
 decide. With statistics of other weights, the answers to all images are nearly the same.

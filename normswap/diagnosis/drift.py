@@ -69,7 +69,7 @@ _ENOUGH_IN_BATCH = 8
 
 @dataclass(frozen=True, eq=False)
 class Drift:
-    """How far the stored statistics of a norm are from those of images.
+    """How far a norm's stored statistics are from the statistics of its input on images.
 
     Args:
         site: The norm.
@@ -207,7 +207,7 @@ def roots_for_variances(case: Case) -> Iterator[Finding | str]:
 
 
 def drifted(case: Case) -> Iterator[Finding | str]:
-    """Find norms whose statistics are not those of the images, or yield an open question.
+    """Find norms whose stored statistics do not fit the images, or yield an open question.
 
     Either the images are of another domain, or the statistics are of other weights.
     """

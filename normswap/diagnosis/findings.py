@@ -186,7 +186,7 @@ class Case:
 
     @cached_property
     def input_variances(self) -> dict[str, Tensor]:
-        """Variance (C,) of what reaches each norm in eval mode, by path, in float64.
+        """Variance (C,) of each norm's input in eval mode, by the norm's path, in float64.
 
         The variance is measured on the images. Without images it is measured on the network's
         example, which is noise. A norm whose input cannot be measured is left out.
@@ -300,8 +300,9 @@ class Case:
         )
 
 
-# A check yields the faults that it finds. A question that it cannot decide is yielded as text, and
-# what is no fault as a remark. After a fault or a question, the checks on images are left out.
+# A check yields a Finding for each fault, a text for each question that it cannot decide, and a
+# Remark for anything else that the user should know. After a fault or a question, the checks on
+# images are left out.
 Check: TypeAlias = Callable[[Case], Iterator[Finding | Remark | str]]
 
 

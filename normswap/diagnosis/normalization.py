@@ -138,7 +138,7 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
         before / max(after, 1e-9) for after, before in zip(least, present_distances, strict=True)
     ]
     is_clear = any(min(ratios) > factor and least[0] < near for factor, near in _CLEARLY)
-    if not is_clear or not _fits_all_norms(case, best.prepared):
+    if not is_clear or not _fits_most_norms(case, best.prepared):
         return
 
     yield _of_preparation(
@@ -284,7 +284,7 @@ def _preparations(
             yield _Preparation(mean, std, reverses)
 
 
-def _fits_all_norms(case: Case, images: Tensor) -> bool:
+def _fits_most_norms(case: Case, images: Tensor) -> bool:
     """Whether most norms fit images that are prepared otherwise.
 
     If they do not fit, the preparation is not what is wrong.

@@ -33,8 +33,9 @@ _DECAYED = 1e-6
 _FEWEST_FILTERS = 8
 # The variance of the filters' lengths may be so many standard errors above the variance by chance.
 _CHANCE = 4.0
-# A network that was trained in eval mode tells images apart by at least this share of what it does
-# with the images' own statistics. One whose statistics were never updated has 0.2 to 0.8.
+# After training in eval mode, the answers differ between images by at least this share of their
+# difference under the images' own statistics. Where statistics were wrongly never updated, the
+# share is 0.2 to 0.8.
 _AS_TRAINED = 0.95
 # At most so many norms are named in the evidence.
 _NAMED = 4

@@ -318,7 +318,7 @@ class Recorder(TorchFunctionMode):
 
         Args:
             tensor: The tensor.
-            mark: The note of the node that made it, and of its version then.
+            mark: The note on the tensor, which has its version at the time of the note.
         """
         return mark.version != version(tensor) and memory(tensor) in self._writes
 

@@ -453,9 +453,10 @@ def _does_not_run(
 
 
 def _dtypes(model: nn.Module, example: Example) -> list[str]:
-    """Return the dtypes of a network's numbers, and of its images: several may not fit together.
+    """Return the dtypes of a network's floating-point tensors and of its images, each once.
 
-    Integers of the network are counters or indices, which any network has beside its numbers.
+    Tensors of different dtypes may not fit together. Integers of the network are counters or
+    indices, which any network may have, so they are left out.
 
     Args:
         model: The network.

@@ -444,7 +444,7 @@ class TrainingRun:
         return total / count
 
     def _warn_of_rise(self, loss: float | None) -> None:
-        """Say, the first time and at the end, that training has raised the held-out loss."""
+        """Tell the user if training has raised the held-out loss: once, and again at the end."""
         rows = self.at.rows
         began_with = rows[0]["val_loss"]
         if loss is None or began_with is None or not _is_risen(loss, began_with):

@@ -266,7 +266,7 @@ class Folder:
         except Exception as error:
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
 
-        # A run of an older version did not know later keys. It ran with what is their default.
+        # A run of an older version did not know later keys. It ran with their defaults.
         for name, value in recipe_files.flat(Recipe(summary="")).items():
             if name in self.identity:
                 identity.setdefault(name, value)

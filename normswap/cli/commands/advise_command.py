@@ -107,13 +107,13 @@ def run(
         )
 
     measured: Body | None = None
-    following: list[str] = []
+    next_command: list[str] = []
     if trying.data is not None:
         measured, possible, recipe = _measure(
             network, possible, trying, batch_size, private=private
         )
         if recipe:
-            following = ["finetune", *words, *recipe]
+            next_command = ["finetune", *words, *recipe]
 
     first, *others = map(asdict, possible)
     task, ended_elsewhere = elsewhere(network, batch_size, private=private)
@@ -129,7 +129,7 @@ def run(
         "ready": READY,
         "measured": measured,
     }
-    show(body, json, _print, *following)
+    show(body, json, _print, *next_command)
     return 0
 
 

@@ -227,10 +227,10 @@ def run(
         "plan": request.plan,
         "steps": bodies,
     }
-    following: tuple[object, ...] = ()
+    next_command: tuple[object, ...] = ()
     if not request.dry_run:
-        following = ("verify", directory, *trust_words(net), "--data", "IMAGES")
-    show(body, json, tables.print_conversion, *following)
+        next_command = ("verify", directory, *trust_words(net), "--data", "IMAGES")
+    show(body, json, tables.print_conversion, *next_command)
     return 0
 
 

@@ -84,13 +84,13 @@ def run(
         # Agreement is counted, whatever it is: it claims nothing that could be wrong.
         against["verdict"] = verdict.word(exact=False, passed=True, unproved=False)
 
-    following: list[str] = []
+    next_command: list[str] = []
     if is_enough and model.lower().endswith(tuple(kinds.EXPORTED)):
-        following = ["bench", model]
+        next_command = ["bench", model]
     elif is_enough:
-        following = ["export", *opening.words(model), "-o", f"{last_part(model)}.onnx"]
+        next_command = ["export", *opening.words(model), "-o", f"{last_part(model)}.onnx"]
     body = {"source": model, "data": images.data, **asdict(evaluation), "against": against}
-    show(body, json, _print, *following)
+    show(body, json, _print, *next_command)
     return int(not is_enough)
 
 

@@ -172,12 +172,12 @@ def run(
             net, written.output, images=loader, calibrate=calibrate, log=progress, **vars(settings)
         )
 
-    following = _following(exported, opening.words(model))
-    show({"source": model, **asdict(exported)}, json, _print, *following)
+    next_command = _next_command(exported, opening.words(model))
+    show({"source": model, **asdict(exported)}, json, _print, *next_command)
     return 0
 
 
-def _following(exported: Exported, words: list[str]) -> list[object]:
+def _next_command(exported: Exported, words: list[str]) -> list[object]:
     """Return the words of the next command: one that compares the file on images, if it runs here.
 
     Args:

@@ -116,12 +116,14 @@ def run(
     if is_first:
         body = {"output": folder, **vars(result)}
         network = body.pop("model")
-        following = _following(result, folder, trust_words(network), plan.data.root or "IMAGES")
-        show(body, json, _print, *following)
+        next_command = _next_command(
+            result, folder, trust_words(network), plan.data.root or "IMAGES"
+        )
+        show(body, json, _print, *next_command)
     return 0
 
 
-def _following(result: Result, folder: Path, trust: list[str], data: str) -> list[object]:
+def _next_command(result: Result, folder: Path, trust: list[str], data: str) -> list[object]:
     """Return the words of the next command: one that measures the best network, or continues.
 
     Args:

@@ -98,14 +98,14 @@ def run(
 
     trust = trust_flag(opening.trust_factory)
     filled = ["--weights", opening.weights] if fills else []
-    following = ["export", directory, *filled, *trust, "-o", f"{last_part(str(directory))}.onnx"]
+    next_command = ["export", directory, *filled, *trust, "-o", f"{last_part(str(directory))}.onnx"]
     if file is not None:
-        following = ["bench", *opening.words(str(against)), directory]
+        next_command = ["bench", *opening.words(str(against)), directory]
         if not file.takes_images:
-            following = ["inspect", directory]
+            next_command = ["inspect", directory]
     if not is_good:
-        following = []
-    show(body, json, _print, *following)
+        next_command = []
+    show(body, json, _print, *next_command)
     if _unproved(body):
         return 2
     return int(not is_good)
