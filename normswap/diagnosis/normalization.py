@@ -134,6 +134,8 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
             best = trial
             least = distances
 
+    # How many times nearer the best trial is than the stated preparation, in all images and in each
+    # part.
     ratios = [
         before / max(after, 1e-9) for after, before in zip(least, present_distances, strict=True)
     ]
@@ -177,6 +179,7 @@ def exchanged_colours(case: Case) -> Iterator[Finding]:
     if given_entropy is None or reversed_entropy is None:
         return
 
+    # By how many nats exchanged colours lower each image's entropy, and the mean's standard error.
     gain = given_entropy - reversed_entropy
     error = float(gain.std()) / len(gain) ** 0.5
     if float(gain.mean()) < max(_SURER, _SURER_ERRORS * error):

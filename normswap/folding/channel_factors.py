@@ -95,11 +95,11 @@ class Channels:
                 self.layers.append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
-        """Follow the channels through a node.
+        """Note the channels of the node's value, which are numbers that are unique in the network.
 
         Returns:
-            The numbers of the channels that the node reads, if its parameters depend on the factors
-            of these channels, else None.
+            The channels that the node reads, if its layer has weights or biases that depend on the
+            factors of these channels, else None.
         """
         sources = inputs(node)
         channels_read = [self._channels_of.get(source) for source in sources]
@@ -107,19 +107,7 @@ class Channels:
 
         # A linear layer ends the channels that it reads and begins new ones.
         if isinstance(module, (*CONVOLUTIONS, nn.Linear)) and self._is_usable(node, module):
-            width: int = module.weight.shape[1] * getattr(module, "groups", 1)
-            reads = self._channels_of.get(sources[0])
-            # Inputs that are not followed, or not one by one, keep the factor 1.
-            if reads is None or len(reads) != width:
-                self._fix(channels_read)
-                reads = [FIXED] * width
-
-            # The outputs are new channels, each in a group of its own.
-            first = len(self._parents)
-            written = [*range(first, first + len(module.weight))]
-            self._channels_of[node] = written
-            self._parents += written
-            return reads
+            return self._visit_linear(node, module, channels_read)
 
         # If the node passes no factors on, the channels that it reads keep the factor 1.
         passed = self._passed(node, sources, channels_read)
@@ -128,6 +116,35 @@ class Channels:
             return None
         self._channels_of[node] = passed
         return passed if _shifts(module) else None
+
+    def _visit_linear(
+        self, node: fx.Node, linear: nn.Module, channels_read: list[list[int] | None]
+    ) -> list[int]:
+        """Begin a new channel for each output of a linear layer.
+
+        Args:
+            node: The node that calls the layer.
+            linear: The layer.
+            channels_read: The channels of each value that the node reads, or None if they are not
+                known.
+
+        Returns:
+            The channel of each of the layer's inputs, (C_in,).
+        """
+        weight = cast(Tensor, linear.weight)
+        width: int = weight.shape[1] * getattr(linear, "groups", 1)
+        reads = channels_read[0]
+        # Inputs that are not followed, or not one by one, keep the factor 1.
+        if reads is None or len(reads) != width:
+            self._fix(channels_read)
+            reads = [FIXED] * width
+
+        # The outputs are new channels, each in a group of its own.
+        first = len(self._parents)
+        written = [*range(first, first + len(weight))]
+        self._channels_of[node] = written
+        self._parents += written
+        return reads
 
     def _passed(
         self, node: fx.Node, sources: list[fx.Node], read: list[list[int] | None]

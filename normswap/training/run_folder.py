@@ -161,7 +161,10 @@ class Folder:
         atomic_write.text(self.recipe, recipe_files.dump(recipe))
 
     def _foreign_entry(self) -> str | None:
-        """Return an entry that no run without a state leaves, or None."""
+        """Return what a run that was killed before its first state cannot have left, or None.
+
+        The result is an entry of the folder, or a few words about one.
+        """
         if not self.place.exists() and not self.place.is_symlink():
             return None
         if not self.place.is_dir():
@@ -201,7 +204,7 @@ class Folder:
         return recipe_files.dump(recipe) == self.recipe.read_text(encoding="utf-8")
 
     def _foreign_state(self) -> str | None:
-        """Return an entry of state/ that no run without a state leaves, or None."""
+        """Return an entry of state/ that is no unfinished file of a killed run, or None."""
         folder = self.state.parent
         if not folder.is_dir():
             return None
@@ -252,7 +255,7 @@ class Folder:
         atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
 
     def read_state(self) -> tuple[TrainingState, State]:
-        """Return the state, if this run may be continued from it.
+        """Return the position and the tensors of a run, if this run may be continued from them.
 
         Raises:
             SourceError: The state cannot be read.

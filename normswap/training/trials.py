@@ -212,9 +212,9 @@ class Trials:
         if validated is not None:
             held_out = make_loader(record, validated, workers=0, samples=_MOST_HELD_OUT)
         else:
-            measured = drawn_rows(len(rows), min(len(rows) // 2, _MOST_HELD_OUT), 0)
-            held_out = training.only(measured)
-            rows = sorted({*rows}.difference(measured))
+            held_out_rows = drawn_rows(len(rows), min(len(rows) // 2, _MOST_HELD_OUT), 0)
+            held_out = training.only(held_out_rows)
+            rows = sorted({*rows}.difference(held_out_rows))
 
         fewest = max(self.batch_size, 2)
         if len(rows) < fewest or (held_out.count or 0) < _FEWEST_HELD_OUT:
@@ -225,6 +225,7 @@ class Trials:
                 f"Give more images, or a lower {spelled('batch_size')}",
             )
 
+        # The images are those of `rows` alone, without the held-out ones.
         images = TrainingImages(record, data, 0, labelled=True)
         images.images.rows = rows
         to_fit = training.only([rows[index] for index in drawn_rows(len(rows), 100, 0)])
