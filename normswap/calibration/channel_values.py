@@ -107,6 +107,7 @@ def dead_leaves(
     """
     like = anchor(model)
     for size in _sizes(model, example.size):
+        # A few images show whether the network runs, and which variance reaches the first norm.
         try:
             moments = observed(
                 model, norms, [example.of(leaves(4, size, 0).to(like))], image_moments
@@ -139,7 +140,8 @@ def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
         recorded: The size of the images that the network was recorded with.
     """
     made_for = network_input.candidates(model)[0]
-    # At the recorded size the last layers of networks for photographs have few positions.
+    # The network may have been recorded with smaller images than it is made for. On those the last
+    # layers of networks for photographs have few positions, so the size it is made for counts.
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
     largest = LARGEST.get(len(sides))
     return (

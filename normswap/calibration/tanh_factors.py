@@ -72,15 +72,17 @@ def choose_factors(
 
     for path, x in values.items():
         alpha = alphas[path]
-        straight = layers[path]
-        bent = without_lead(result.get_submodule(path))
-        factor = factors(x, alpha).double().to(straight.weight.device)
+        layer_without_tanh = layers[path]
+        layer_with_tanh = without_lead(result.get_submodule(path))
+        factor = factors(x, alpha).double().to(layer_without_tanh.weight.device)
 
         # The layer in front multiplies the input by the factor, and gamma compensates it.
         for network in (target, result):
             rescale_output(rescaling_layer(network, path, holders), factor)
-        straight.weight.copy_(straight.weight.double() / factor)
-        bent.weight.copy_(bent.weight.double() * gains(alpha, factor) / gain(alpha))
+        layer_without_tanh.weight.copy_(layer_without_tanh.weight.double() / factor)
+        layer_with_tanh.weight.copy_(
+            layer_with_tanh.weight.double() * gains(alpha, factor) / gain(alpha)
+        )
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:
@@ -101,7 +103,7 @@ def factors(x: Tensor, alpha: float) -> Tensor:
     high = torch.full((len(x),), float(STEPS * OCTAVES))
     while bool((low < high).any()):
         middle = ((low + high) / 2).floor()
-        # NaN is not greater than `most`, so a channel with NaN always fits and gets the factor 1.
+        # NaN is not greater than anything, so a channel with NaN always fits and gets the factor 1.
         fits = ~(lost(x, alpha * 2 ** (-middle / STEPS)) > largest_loss)
         low = torch.where(fits, low, middle + 1)
         high = torch.where(fits, middle, high)

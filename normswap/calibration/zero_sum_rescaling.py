@@ -113,6 +113,7 @@ def rescale(
     anatomy = inspection.inspect(target, examples[0].first(2))
     outside = frozenset(path for path in anatomy.traced.modules if not only(path))
     channels = Channels(PlanBuilder(replace(anatomy, outside=outside)))
+    # Only layers whose filters must sum to zero have a loss.
     losing = [
         reach for reach in channels.layers if zero_sum(reach.path, result.get_submodule(reach.path))
     ]
@@ -172,6 +173,7 @@ def factors(losses: list[Loss], count: int) -> Tensor:
     """
     descent = Adam(np.zeros(count), RATE, FARTHEST)
     for _ in range(STEPS if losses else 0):
+        # This is the derivative of STIFF times the mean square of the logarithms.
         gradient = 2 * STIFF / count * descent.values
         for loss in losses:
             _, by_log = loss.measured(descent.values)

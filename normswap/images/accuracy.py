@@ -75,6 +75,7 @@ def classify(
     """
     total = getattr(loader, "count", 0)
     start = time.perf_counter()
+    # A loader may not know its number of images, and the `count` of a list is a method.
     if not isinstance(total, int):
         total = 0
 
@@ -141,6 +142,7 @@ def _scores_of_batch(logits: Tensor, labels: Tensor) -> Tensor:
         wrong = labels[(labels < 0) | (labels >= classes)][0]
         raise SourceError(f"label {int(wrong)} is no class of this network", f"it has {classes}")
 
+    # The first column is the class with the highest score. At most one column is right.
     hits = logits.topk(min(5, classes)).indices == labels[:, None]
     loss = cross_entropy(logits, labels, reduction="sum")
     return torch.stack([hits[:, 0].sum(), hits.sum(), loss])

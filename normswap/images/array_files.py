@@ -77,6 +77,7 @@ def _read_samples(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -
     """
     stored = _read_tensors(file)
     labels = stored.pop(_LABELS, None)
+    # A single tensor is the single input, whatever its name is.
     if len(inputs) == len(stored) == 1:
         stored = dict(zip(inputs, stored.values(), strict=True))
     if not inputs.keys() <= stored.keys():
@@ -154,5 +155,6 @@ def _check_size(file: Path) -> None:
     size = dtype.itemsize
     for side in shape:
         size *= side
+    # A damaged header may state a side below zero.
     if min((0, *shape)) < 0 or size > file.stat().st_size - start:
         raise ValueError(f"its header says {size} bytes of numbers, and the file has fewer")

@@ -150,6 +150,7 @@ def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
             # The name of a file in the cache is the hash that the hub stated for it.
             _check_undamaged(Path(cached), Path(cached).resolve().name, repo)
             return Path(cached)
+        # The hub says that there is no such file. A local error says only that the cache has none.
         if isinstance(error, errors.EntryNotFoundError) and not isinstance(
             error, errors.LocalEntryNotFoundError
         ):
@@ -182,6 +183,7 @@ def _check_undamaged(file: Path, etag: str, repo: str) -> None:
         hashes = {sha256(file)}
     else:
         content = file.read_bytes()
+        # git hashes this header together with the content.
         header = f"blob {len(content)}\0".encode()
         hashes = {hashlib.sha1(header + content).hexdigest(), hashlib.sha1(content).hexdigest()}
     if etag in hashes:
@@ -355,13 +357,16 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     """
     classes = getattr(model, "num_classes", cfg["num_classes"])
     recorded = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
+    # Names of classes do not hold for a head with another number of them.
     if classes != recorded.get("num_classes"):
         recorded = {key: value for key, value in recorded.items() if not key.startswith("label_")}
         recorded["num_classes"] = classes
 
+    # The arguments may change the channels and the size that the record states.
     channels = kwargs.get("in_chans", recorded["input_size"][0])
     size = kwargs.get("img_size", recorded["input_size"][1:])
     recorded["input_size"] = [channels, *to_2tuple(size)]
+    # If a size was asked for, the record's test size does not hold.
     if "img_size" in kwargs:
         recorded.pop("test_input_size", None)
     if "test_input_size" in recorded:
@@ -428,6 +433,7 @@ def _resizing(processor: records.ImageProcessor, config: object, channels: int) 
     if final is not None:
         resizing["input_size"] = [channels, *final]
     if size is not None:
+        # Resizing to height and width, without a crop, does not keep the image's proportions.
         squashes = crop is None and isinstance(processor.size, dict) and "height" in processor.size
         resizing["crop_mode"] = "squash" if squashes else "center"
         resizing["crop_pct"] = processor.crop_pct or 1.0

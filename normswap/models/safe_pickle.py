@@ -102,6 +102,7 @@ def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tenso
     """
     _check_archive(file)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
+    # Each class or function that the file names, and torch does not know, becomes an inert class.
     inert: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (type(name, (_Inert,), {}), name) for name in names
     ]

@@ -160,8 +160,9 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
     if cfg.get("hf_hub_id") and cfg.get("custom_load") != "hf":
         repo = cfg["hf_hub_id"]
         file = cfg.get("hf_hub_filename")
-        named = (f"{file.removesuffix('.bin')}.safetensors", file) if file else _FILES
-        load_into(model, read(hub.fetch(repo, named)), repo, cfg)
+        # The .safetensors file is tried first.
+        filenames = (f"{file.removesuffix('.bin')}.safetensors", file) if file else _FILES
+        load_into(model, read(hub.fetch(repo, filenames)), repo, cfg)
         return model
 
     if not cfg.get("url") and not cfg.get("hf_hub_id"):

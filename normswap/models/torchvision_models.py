@@ -41,16 +41,17 @@ def build(name: str, request: BuildRequest) -> Built:
         SourceError: There is no such network in torchvision, it has no such weights, or it cannot
             be built.
     """
-    called, _, tag = name.partition(":")[2].partition("@")
+    builder, _, tag = name.partition(":")[2].partition("@")
     arguments = request.arguments()
     tag = str(arguments.pop("weights", "") or tag)
-    _check_known(called)
+    _check_known(builder)
 
+    # torchvision's record of the weights, and the number of their classes.
     member = None
     classes = 0
-    source = f"torchvision:{called}"
+    source = f"torchvision:{builder}"
     if tag or request.trained:
-        member = _member(called, tag)
+        member = _member(builder, tag)
         classes = len(member.meta.get("categories") or ())
         source += f"@{member.name}"
     # torchvision refuses the name of weights together with another number of classes.
@@ -58,7 +59,8 @@ def build(name: str, request: BuildRequest) -> Built:
     if member is not None and not fresh_head:
         arguments = {"weights": member.name, **arguments}
 
-    arch = Arch(called, arguments, "torchvision")
+    arch = Arch(builder, arguments, "torchvision")
+    # A new head keeps its random values, so they come from a fixed seed.
     with seeded() if fresh_head else contextlib.nullcontext():
         model = create(arch)
 
@@ -71,8 +73,9 @@ def build(name: str, request: BuildRequest) -> Built:
         load_into(model, state, source, {})
         return model
 
+    # A network with random values gets the preprocessing of the builder's default weights.
     preprocessing = _preprocessing(
-        member or getattr(models.get_model_weights(called), "DEFAULT", None)
+        member or getattr(models.get_model_weights(builder), "DEFAULT", None)
     )
     if "num_classes" in preprocessing and "num_classes" in arguments:
         preprocessing["num_classes"] = arguments["num_classes"]
@@ -186,6 +189,7 @@ def _rehead(state: State, model: nn.Module, classes: int) -> State:
     for name, own in model.state_dict().items():
         if name not in state:
             continue
+        # A tensor belongs to the head if its first dimension alone counts the classes.
         stored = state[name].shape
         if stored[:1] == (classes,) and own.shape[1:] == stored[1:]:
             adapted[name] = own

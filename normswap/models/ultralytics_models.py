@@ -34,6 +34,7 @@ def build(name: str, request: BuildRequest) -> Built:
     place = name.removeprefix("ultralytics:")
     state = State()
     kwargs = request.arguments()
+    # The name of the description: the user's, or the one that the checkpoint states.
     described = place
     if not place.endswith(".yaml"):
         place = str(Path(place).resolve())
@@ -52,6 +53,8 @@ def build(name: str, request: BuildRequest) -> Built:
         kwargs = {"num_classes": classes, "fused": fused, **kwargs}
     elif request.trained:
         raise SourceError(f"{place} has no weights", remedy=f"Use '{spelled('weights', 'random')}'")
+
+    # The architecture states the number of classes, also if nobody asked for a number.
     model: Any = create(Arch(Path(described).name, kwargs, "ultralytics"))
     arch = Arch(Path(described).name, {"num_classes": model.yaml["nc"], **kwargs}, "ultralytics")
 
@@ -87,6 +90,7 @@ def create(arch: Arch) -> nn.Module:
         raise SourceError(
             f"{arch.name:.100}: num_classes is a whole number, fused is true or false"
         )
+    # No other argument is taken.
     check_arguments(arch, arch.kwargs.keys() - {"num_classes", "fused"})
     folder = Path(ultralytics.__file__).parent / "cfg" / "models"
     # The letter of a size is no part of the file's name: yolo11n-seg is yolo11-seg at the scale n.

@@ -232,6 +232,7 @@ def _unwrapped(content: object, file: Path) -> StateDict:
 
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
+    # A state dict holds tensors, and extra state under names of its own.
     strangers = [
         _shown_key(key)
         for key, value in content.items()
@@ -253,7 +254,7 @@ def _unwrapped(content: object, file: Path) -> StateDict:
 
     metadata = getattr(content, "_metadata", None)
     if isinstance(metadata, Mapping):
-        state._metadata = {_without_wrappers(str(path)): told for path, told in metadata.items()}
+        state._metadata = {_without_wrappers(str(path)): entry for path, entry in metadata.items()}
     state.extras = extras
     return state
 
@@ -279,12 +280,13 @@ def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
     if usual is None and not states:
         return None
 
-    taken = usual or states[0]
-    others = [_shown_key(other) for other in states if other != taken]
+    # A usual key goes before the only mapping of tensors.
+    chosen = usual or states[0]
+    others = [_shown_key(other) for other in states if other != chosen]
     if others:
-        note = f"{file} holds {first_few(others)} beside {_shown_key(taken)}, which was taken"
+        note = f"{file} holds {first_few(others)} beside {_shown_key(chosen)}, which was taken"
         warnings.warn(note, WeightsNote, stacklevel=4)
-    return taken
+    return chosen
 
 
 def _holds_tensors_alone(values: Mapping[object, object]) -> bool:
@@ -319,6 +321,8 @@ def _without_prefix(state: StateDict, bare: State) -> StateDict:
             firsts.add(first)
             shorter[rest] = tensor
 
+        # A prefix is dropped if all names have it, and something behind it. Without it more names
+        # must fit, unless it is `module`.
         fit_better = len(shorter.keys() & bare.keys()) > len(state.keys() & bare.keys())
         if len(firsts) != 1 or "" in shorter or not (fit_better or firsts == {"module"}):
             break
@@ -445,7 +449,8 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
             raise
         return
 
-    # What was translated has other names than the file's record of its layers.
+    # The file's record of its layers has the file's names. So it is passed on only if no tensor was
+    # renamed.
     filled: dict[str, object] = OrderedDict({**state, **as_it_is.extras})
     if state is as_it_is and as_it_is._metadata is not None:
         filled._metadata = as_it_is._metadata  # type: ignore[attr-defined]
@@ -543,9 +548,12 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
         origin: The file's name, for the message.
         cfg: timm's record of the weights. Empty if nothing may be adapted.
     """
+    # No kernel reads 0 channels, so without a record nothing is adapted.
     channels_of_weights = (cfg.get("input_size") or (0,))[0]
     for name, kernel in state.items():
+        # A tensor that the network does not have stays as it is.
         target = bare.get(name, kernel).shape
+        # The file's tensor may have other dimensions than the network's, so its shape is sliced.
         is_kernel = len(target) == 4 and channels_of_weights in kernel.shape[1:2]
         if not is_kernel or target[1] == channels_of_weights:
             continue
@@ -571,7 +579,9 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
         cfg: timm's record of the weights. Empty if nothing may be adapted.
     """
     is_fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
+    # How many outputs the file's head has before the first class of the network's head.
     offset = cfg.get("label_offset") or 0
+    # A network may have several heads. The record names one as a plain text.
     heads = cfg.get("classifier") or ()
     if isinstance(heads, str):
         heads = (heads,)

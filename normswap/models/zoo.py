@@ -180,9 +180,12 @@ def open_source(
     builder = kind.load()
     if file is not None:
         return _filled(lambda: builder.build(name, request), file)
+
     built: Built = builder.build(name, request)
     if not trained:
+        # Random values have no hash in the provenance.
         return _carry(built, built.model, built.source, None)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NewHeadNote)
         model = built.pretrained()
