@@ -93,6 +93,7 @@ class Distance:
         Args:
             expected: The source's value.
         """
+        # Without a number of the source, 1 beside 0 stands for the batch.
         if not expected.numel():
             self._add_numbers(torch.zeros(1).double(), torch.ones(1).double())
         elif expected.is_floating_point() or expected.is_complex():

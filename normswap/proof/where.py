@@ -101,11 +101,10 @@ def first_layer_apart(
 def _measured(
     traced: tracing.Traced, example: Example, floats: list[Tensor]
 ) -> dict[fx.Node, Departure]:
-    """Return how far every operation is off, alone.
+    """Return how far every operation is off, without the errors of the operations before it.
 
-    A value belongs to the operation that it is nearest to. An operation whose closest value belongs
-    to another operation has no value. It is as far off as the first operation that reads it and has
-    a value.
+    Each of the result's values is given to the one operation that it is nearest to. An operation
+    that gets no value counts as far off as the first operation behind it that has one.
 
     Args:
         traced: The network's recorded forward.
@@ -172,8 +171,8 @@ def _departures(
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
 
         # Only numbers that come from the input are compared.
-        depends = any(traced.depends(node, placeholder) for placeholder in placeholders)
-        if not depends or not isinstance(output, Tensor):
+        depends_on_input = any(traced.depends(node, placeholder) for placeholder in placeholders)
+        if not depends_on_input or not isinstance(output, Tensor):
             continue
         if not output.is_floating_point() or output.numel() <= 1:
             continue

@@ -88,7 +88,7 @@ def open_model(
 
 
 def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | None, zoo.Asked]:
-    """Return the saved network that a MODEL names, and the weights file that fills it.
+    """Tell whether a MODEL is a network that `save` wrote, and which weights file fills it.
 
     Args:
         source: The MODEL: a network that `save` wrote, or a weights file whose architecture is one.
@@ -99,6 +99,7 @@ def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | N
         weights file, or None if the network keeps its own weights. Then the other options.
     """
     rest = asked.copy()
+    # If `arch` names a saved network, MODEL is a weights file for it.
     arch = asked.get("arch")
     if arch is not None:
         saved = _found_network(arch)
@@ -108,6 +109,7 @@ def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | N
         rest.pop("arch")
         return saved, file, rest
 
+    # Without `arch`, MODEL itself may be a saved network, which `weights` fills if it is a file.
     saved = _found_network(source)
     weights = asked.get("weights")
     if saved is None or weights in (None, "pretrained", "random"):
@@ -269,11 +271,14 @@ def load(
 
 
 def _state_images(model: nn.Module, record: Header) -> Body:
-    """Let a loaded network state the images and classes of its file, and return them.
+    """Set a network's `pretrained_cfg` to what its file records of images and classes.
 
-    timm notes its default weights on each network that it builds. The file's record takes the place
-    of this note, except for the facts of the architecture. If the file states nothing, as older
-    files do, the size and the preprocessing of the default weights stay.
+    timm puts the configuration of its default weights on each network that it builds. The file's
+    record replaces it, except for the facts of the architecture. If the file records nothing, as
+    older files do, the size and the preprocessing of the default weights stay.
+
+    Returns:
+        The file's record, which may be empty.
     """
     images = record.images
     noted = hub.own_cfg(model)
@@ -472,7 +477,10 @@ def _build_bare(folder: Path, arch: Arch | None, *, trusted: bool) -> nn.Module:
 
 
 def _with_values(skeleton: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Return the skeleton, in place, with zeros where it is on the meta device, to be filled.
+    """Replace, in place, tensors on the meta device by zeros, which the file's values overwrite.
+
+    Returns:
+        The skeleton itself.
 
     Raises:
         SourceError: A tensor has values neither in the skeleton nor in the file.
@@ -488,6 +496,7 @@ def _with_values(skeleton: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
                     continue
                 if name in unsaved:
                     lost.append(dotted(path, name))
+                # A tensor that several modules share stays shared.
                 if id(tensor) not in zeros:
                     zeros[id(tensor)] = torch.zeros_like(tensor, device="cpu")
                     if isinstance(tensor, nn.Parameter):

@@ -29,8 +29,8 @@ class LayerState:
 
     Args:
         tensors: The tensors of the state dict.
-        layers: What torch tells each layer when it loads, by the layer's path. The usual record is
-            left out.
+        layers: The version, and other plain metadata, that torch gives to each layer when it loads,
+            by the layer's path. A layer whose only entry is version 1 is left out.
         extra_state: The extra state of layers as JSON, by its name in the state dict.
         unsaved: The dtype of each floating-point buffer that is not saved, by its name.
     """
@@ -66,8 +66,10 @@ def of(model: nn.Module) -> LayerState:
             extra_state[name] = _as_json(name, value)
 
     layers: dict[str, dict[str, Scalar]] = {}
-    for path, told in (getattr(state, "_metadata", None) or {}).items():
-        plain = {key: value for key, value in told.items() if isinstance(value, Scalar)}
+    # torch keeps the layers' versions in an attribute of the state dict. A state dict that a
+    # network makes itself may lack it.
+    for path, entries in (getattr(state, "_metadata", None) or {}).items():
+        plain = {key: value for key, value in entries.items() if isinstance(value, Scalar)}
         if plain not in (_USUAL, {}):
             layers[path] = plain
     return LayerState(tensors, layers, extra_state, _unsaved(model, tensors))

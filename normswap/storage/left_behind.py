@@ -200,7 +200,8 @@ def _restored(file: Path, folder: Path) -> str | None:
     names = _names_of(folder, file)
     old = _old(folder, file)
     moved_away = _entries(old)
-    # The killed process had moved these new files to their places. They go back to the folder.
+    # The killed process had already moved these new files to their places. They go back to the
+    # folder, as the old files return.
     moved_in = [
         name
         for name in names
@@ -237,6 +238,7 @@ def _names_of(folder: Path, file: Path) -> list[str]:
 
 
 def _old(folder: Path, file: Path) -> Path:
+    """Return the path of the old files in the folder of a process that wrote `file`."""
     return old_folder(folder, _names_of(folder, file))
 
 
@@ -245,11 +247,13 @@ def _missing(file: Path) -> str:
 
 
 def _remedy(file: Path, folder: Path) -> str:
+    """Return a sentence with the command that moves the old files back to their places."""
     old = shlex.quote(str(_old(folder, file)))
     return f"To put it back: mv -n {old}/* {shlex.quote(str(file.parent))}/"
 
 
 def _entries(folder: Path) -> list[str]:
+    """List the names in a folder. The list is empty if the folder cannot be read."""
     try:
         return sorted(path.name for path in folder.iterdir())
     except OSError:

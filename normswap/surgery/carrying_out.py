@@ -114,7 +114,9 @@ def carry_out(network: Network, step: Step) -> Conversion:
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
-    """Return the images that a step is fitted to, or None.
+    """Return the images that a step is fitted to.
+
+    It is None if the step fits nothing, or if there are no images and the step can do without.
 
     Args:
         chosen: The step's scheme, with all its options.
@@ -173,7 +175,9 @@ class Fitted:
 def fit(
     chosen: Chosen, network: Network, result: nn.Module, step: Step, images: Batches | None
 ) -> Fitted:
-    """Let the step's scheme set the values of `result`, in place.
+    """Let the step's scheme fit values of `result` to images, in place.
+
+    Every fourth of the user's images is held out, unless the scheme needs all of them.
 
     Args:
         chosen: The step's scheme, with all its options.
@@ -188,7 +192,7 @@ def fit(
     if not chosen.fits:
         return Fitted()
 
-    # Every fourth of the user's images is held out, unless the scheme needs them all.
+    # With `split`, the scheme gets only the images that are not held out.
     batches = None if images is None else calls_of(images, network)
     split: held_out.HeldOutSplit | None = None
     if batches is not None and not _fits_to_all(chosen, images):
@@ -230,10 +234,10 @@ def _fits_to_all(chosen: Chosen, images: Batches | None) -> bool:
 
 
 def _split(batches: Iterable[Example], network: Network) -> held_out.HeldOutSplit:
-    """Return the calls to fit to, which hold out every fourth image.
+    """Return an iterable over the calls to fit values to, which holds out every fourth image.
 
     Args:
-        batches: All calls. If they can be read only once, they are kept.
+        batches: All calls. Those of an iterator, which can be read only once, are kept in a list.
         network: The network that runs on them.
     """
     calls = list(batches) if isinstance(batches, Iterator) else batches
@@ -244,7 +248,7 @@ def _split(batches: Iterable[Example], network: Network) -> held_out.HeldOutSpli
 def measured_again(
     source: Network, result: nn.Module, steps: Sequence[Step]
 ) -> tuple[held_out.Kept | None, str]:
-    """Return how well the answers agree after several steps, on the images that all held out.
+    """Return how well the answers agree after several steps, on images that no step was fitted to.
 
     Args:
         source: The network before the first step, with the images that the steps were fitted to.
@@ -252,7 +256,8 @@ def measured_again(
         steps: The steps.
 
     Returns:
-        The agreement, or None if it cannot be measured; and the reason where there were images.
+        The agreement, or None if it cannot be measured. Then the reason why not, which is empty if
+        there is an agreement or there were no images.
     """
     fitted = [chosen for step in steps if (chosen := schemes.of(step)).fits]
     images = source.images
@@ -263,6 +268,7 @@ def measured_again(
         return None, _NONE_HELD_OUT
 
     split = _split(calls_of(images, source), source)
+    # An iteration to the end fills `split.held`.
     for _ in split:
         pass
     kept = held_out.measured(source.module, result, split.held, source.anatomy)
@@ -285,8 +291,9 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
     settle = schemes.of(step).scheme.settle
 
     # An approximate result differs by far more than float32 rounding, so float64 would show
-    # nothing. A scheme with `settle` computes its values again in float64. Every other result is
-    # built anew in float64 from the plan.
+    # nothing. An exact scheme with `settle` has measured statistics on images, and the result in
+    # float64 keeps these: `settle` sets its other tensors again. Any other exact result is built
+    # anew in float64 from the plan.
     precise = None
     if exact and settle is not None:
         double = network.after(result).doubled().module

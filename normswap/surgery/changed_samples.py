@@ -44,7 +44,10 @@ def _shrunk(tensor: Tensor) -> Tensor:
 
 
 def _grown(example: Example) -> Example:
-    """Return a batch of four samples: those of the example, and others where they are too few."""
+    """Return a batch of four samples.
+
+    They are the example's first four. If it has fewer, its samples are repeated with other values.
+    """
     rows = torch.arange(SAMPLES)
     grown = with_rows(example, rows % example.count)
     return with_other_values(grown, rows >= example.count)
@@ -116,10 +119,10 @@ def with_other_values(call: Example, rows: Tensor) -> Example:
 
 
 def _other_values(sample: Tensor, *, scale: float, of_images: bool) -> Tensor:
-    """Return another sample of the same shape.
+    """Return other values for a sample, in the same shape.
 
-    Numbers are put in another order and multiplied by the scale. Whole numbers are drawn anew
-    between the sample's least and largest, and stay as they are in a call that has images.
+    Floating-point numbers are shuffled and multiplied by `scale`. Whole numbers are drawn anew
+    between the sample's least and largest. In a call that has images they stay as they are.
 
     Args:
         sample: The tensor of one sample.
@@ -130,6 +133,7 @@ def _other_values(sample: Tensor, *, scale: float, of_images: bool) -> Tensor:
     if sample.is_floating_point() or sample.is_complex():
         order = torch.randperm(sample.numel(), generator=generator).to(sample.device)
         other = scale * sample.flatten()[order].reshape(sample.shape)
+        # Zeros stay zeros when they are shuffled, so noise takes their place.
         if torch.equal(other, sample):
             return scale * torch.randn(sample.shape, generator=generator).to(sample)
         return other

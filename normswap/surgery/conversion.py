@@ -131,7 +131,9 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
 
 
 def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
-    """Return how to leave out what is refused, or nothing if the rest cannot be converted either.
+    """Return a sentence with the pattern that leaves out the layers that were refused.
+
+    It is empty if the rest cannot be converted either.
 
     Args:
         anatomy: The anatomy, restricted to the parts that are converted.
@@ -154,6 +156,7 @@ def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
             if rest.refusals or not (rest.replacements or rest.linears):
                 continue
             remedy = f"`{spelled('skip', skip)}` leaves these as they are and converts the rest"
+            # A pattern that changes the outcome of no norm is taken at once.
             if rest.outcomes == builder.outcomes:
                 return remedy
             remedies.append(remedy)
@@ -178,6 +181,7 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
         reasons = {path: str(outcome) for path, outcome in builder.outcomes.items()}
         why += f". {by_reason(reasons, 'the network itself')}"
 
+    # The last remedy that applies is given.
     outcomes = set(builder.outcomes.values())
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if outcomes:
@@ -379,7 +383,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
 
 
 def _alike(network: Network, to: str, options: Options) -> Conversion:
-    """Put BatchNorms back as another architecture has them (`likeness`).
+    """Convert a network without norms to another class that has BatchNorms (`likeness`).
 
     Args:
         network: The network.
@@ -461,6 +465,7 @@ def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
         outcomes |= conversion.outcomes
         notes += conversion.notes
         later = dict(conversion.renames)
+        # `pop` takes the renames that go on from an earlier one, and leaves those that are new.
         renames = {old: later.pop(new, new) for old, new in renames.items()} | later
 
     names_of_source = source.module.state_dict().keys()
@@ -491,6 +496,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     like = options.get("like")
     if like is not None:
         like = _checked_like(like)
+    # An empty `purpose` asks for nothing, so it is no option that is refused.
     others = {
         name for name, value in options.items() if name != "like" and (value or name != "purpose")
     }

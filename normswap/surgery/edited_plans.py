@@ -203,13 +203,15 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
         path = norm.path
         is_named = path in layers or path in read_by
         recorded = step.outcomes.get(path)
-        # The plan was made for a part of the network, to which this norm does not belong.
+        # The plan was made for a part of the network, and this norm is in another part.
         if recorded is None and step.outcomes and not is_named:
             continue
         if recorded is not None and is_named != (recorded.counted in _UNTOUCHED):
             found[path] = recorded
         elif not is_named:
             found[path] = stays("no edit of the plan names it") if norm.called else NEVER_CALLED
+        # If the norm itself gets no layer but the placeholder `Vacant`, it is folded into the layer
+        # that reads it.
         elif path in read_by and layers.get(path, "Vacant") == "Vacant":
             found[path] = folded_back(read_by[path])
         else:

@@ -37,7 +37,7 @@ _MEASURED = Outcome("norms measured", "has statistics measured on images")
 def batchnorm_like(
     network: Network, like: str | nn.Module, batches: Iterable[object]
 ) -> Conversion:
-    """Return the network in another class, with that class's BatchNorms.
+    """Return a network of another class that has BatchNorms, and computes what `network` does.
 
     Args:
         network: A network without norms.
@@ -121,7 +121,9 @@ def of_class(network: Network, like: str | nn.Module) -> nn.Module:
 
 
 def _built(network: Network, like: str) -> nn.Module:
-    """Return a network of an architecture with as many input channels and classes as `network`.
+    """Build a network of an architecture, with as many input channels and classes as `network`.
+
+    If either number of classes is unknown, the architecture's usual one is kept.
 
     Args:
         network: The network whose weights will be loaded.
@@ -151,7 +153,7 @@ def _classes(network: Network) -> int:
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
-    """Copy tensors and extra state into the skeleton, and reset the statistics of its norms.
+    """Copy tensors and extra state into the skeleton, and set its norms to mean 0 and variance 1.
 
     Args:
         network: The network without norms.
@@ -159,8 +161,8 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
 
     Returns:
         The s and t, each (C,), of the map s x + t that each norm must compute, by the norm's path.
-        It is the map that stands there in the network. The bias of a convolution that has none in
-        the skeleton comes on top.
+        It is what a layer at that path computes in the network, or 1 and 0 without such a layer. If
+        the convolution before has a bias in the network and none in the skeleton, t takes it up.
 
     Raises:
         RefusedError: The weights do not fit the class, or a norm of the class cannot be the
@@ -229,9 +231,9 @@ def _reset(path: str, norm: nn.Module) -> None:
 
 
 def _map_at(model: nn.Module, norm: Site) -> Pair:
-    """Return s and t, each (C,), of what stands in the network where a norm is to stand.
+    """Return s and t, each (C,), of the map s x + t at the path of a norm to come.
 
-    Where nothing stands there that computes s x + t, they are 1 and 0.
+    If the network has no layer there that computes such a map, they are 1 and 0.
 
     Args:
         model: The network without norms.
@@ -255,7 +257,7 @@ def _layers_at(present: nn.Module | None) -> list[nn.Module]:
     """Return the layers that run one after the other where a norm is to stand.
 
     Args:
-        present: What stands there in the network. None if nothing does.
+        present: The module at the norm's path in the network, or None if there is none.
     """
     if present is None:
         return []

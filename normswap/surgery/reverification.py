@@ -27,7 +27,7 @@ from normswap.surgery.network import Network
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
-    """Return the name of a converted network's source, as its record has it.
+    """Return the MODEL that a converted network was made from, as its record has it.
 
     Args:
         result: The converted network.
@@ -46,9 +46,9 @@ def recorded(result: nn.Module, directory: Path) -> str:
 
 
 def how(result: nn.Module) -> Body:
-    """Return the keywords that open the source of a result, as far as they were recorded.
+    """Return keyword arguments of `checkpoint.open_model` with which to open a result's source.
 
-    They are keywords of `checkpoint.open_model`.
+    They are taken from the result's record. Without a recorded architecture there are none.
     """
     record = provenance.of(result)
     if record.arch is None:
@@ -109,11 +109,11 @@ def decided_by_plan(
     claims: Claims = EVERY_BLOCK,
     traced: bool = True,
 ) -> Report:
-    """Return the comparison in float64 of what a plan makes, where float32 alone says too little.
+    """Compare source and result again, in float64, if they did not pass in their own precision.
 
-    In float32 rounding may look like a mistake, where it decides which boxes are chosen. The
-    result's weights are rounded, so float64 would show that alone. Where every one of them is what
-    the plan makes of the source, the plan is compared in float64, as it was when it was made.
+    In float32 rounding may look like a mistake, as when it decides which boxes are chosen. The
+    result's own weights cannot be compared in float64, which would show that they are rounded. So the plan is applied to the source in float64, and that network is compared. This says
+    something about the result only if the plan in float32 gives the result's tensors to the bit.
 
     Args:
         source: The source.

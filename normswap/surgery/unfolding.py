@@ -123,7 +123,7 @@ def architecture(model: nn.Module) -> Arch | None:
 
 
 def _canonical(network: Network) -> nn.Module:
-    """Return the network's canonical form, without scalars.
+    """Return the network's canonical form: its norms and scalars are folded into their neighbours.
 
     Raises:
         RefusedError: It has no canonical form that the source shares.
@@ -183,7 +183,8 @@ def _tensors(
 
     Args:
         model: The converted network.
-        among: Whether the tensors of a module are wanted. By default those of every module are.
+        among: A function that tells of a module whether its tensors are returned. By default those
+            of every module are.
     """
     tensors = {}
     for path, module in _by_old_path(model).items():
@@ -254,8 +255,8 @@ def _check_biases(
     """
     for name, tensor in tensors.items():
         path, _, kind = name.rpartition(".")
-        is_layers = kind == "bias" and f"{path}.weight" in state and name not in state
-        if is_layers and path not in inverted and tensor.any():
+        has_no_place = kind == "bias" and f"{path}.weight" in state and name not in state
+        if has_no_place and path not in inverted and tensor.any():
             raise RefusedError(
                 f"cannot unfold {name}", "it was learned, and no norm of the source can hold it"
             )
