@@ -25,10 +25,11 @@ FLOAT64_BASE = 1e-12
 FLOAT64_CAP = 1e-8
 # Where the network does not run in float64, which would decide, never more than this in float32.
 FLOAT32_CAP = 1e-4
-# Of a block never more than this, where float64 does not decide.
+# At a residual block never more than this is allowed, if float64 does not decide.
 _BLOCK_CAP = 0.05
-# So many times the change by the last digit is allowed: in float32, and in float64.
+# How many times the change by the last digit is allowed in float32.
 STRAYING = 4
+# How many times the change by the last digit is allowed in float64.
 _CONDITION = 32
 # Three times what half precision costs the source is allowed: ten networks under eight schemes were
 # off by up to 2.1.

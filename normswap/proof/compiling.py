@@ -252,8 +252,10 @@ def _departures(
         least: The distance that is allowed of any value, relative to all values together.
     """
     sizes = {name: float(tensor.double().norm()) for name, tensor in eager.items()}
-    whole = sum(size * size for size in sizes.values()) ** 0.5
+    # The norm of all values together.
+    total_size = sum(size * size for size in sizes.values()) ** 0.5
 
+    # A name that is missing gives no values, and so an infinite distance.
     def only(name: str, values: Outputs) -> Outputs:
         return {name: values[name]} if name in values else {}
 
@@ -261,6 +263,7 @@ def _departures(
         error = between(example, only(name, first), only(name, second), precision="")
         return error.relative_l2
 
+    # Half precision rounds more than float32, so its own base may be larger.
     tolerance = max(tolerance, allowance.base_of(precision))
     cap = _CAP * tolerance
     if allowance.is_half(precision):
@@ -268,7 +271,9 @@ def _departures(
 
     departures: list[Deviation] = []
     for name, size in sizes.items():
-        base = max(tolerance, least * whole / (size or 1.0))
+        # `least` is relative to the size of all values together, and `base` to that of this one. If
+        # this one is zero, dividing by 1 avoids a division by zero.
+        base = max(tolerance, least * total_size / (size or 1.0))
         own_change = apart(name, double, eager)
         deviation = Deviation(
             what=f"{kind} {name}".strip(),

@@ -14,12 +14,11 @@ _OTHERWISE = 1e-3
 
 
 def note(source: Source, result: nn.Module) -> str:
-    """Return a sentence where `forward_intermediates` of an exact result gives other features.
+    """Return a warning if `forward_intermediates` of an exact result gives other features.
 
-    It is empty where the features are the source's, or where the source has no such method. Only
-    `forward` is recorded and proved. A convolution that took over its norm gives the norm's values
-    where the source hands out the convolution's own, and a stream without its mean is another
-    stream.
+    It is empty if the features are the source's, or if the source has no such method. Only
+    `forward` is recorded and proved, and values inside may differ. For instance, a convolution
+    that absorbed a norm gives the norm's values, where the source gives the convolution's own.
 
     Args:
         source: The source.

@@ -137,7 +137,7 @@ class Header(BaseModel):
 
 
 def digest_of(record: Mapping[str, object]) -> str:
-    """Return the SHA-256 of a record's canonical JSON, without the digest in it."""
+    """Return the SHA-256 of a record as JSON with sorted keys, without its entry `digest`."""
     body = {key: value for key, value in record.items() if key != "digest"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
@@ -192,7 +192,12 @@ def _parsed(text: str, file: Path) -> tuple[Body, Header]:
 
 
 def _with_todays_names(record: Body, text: str) -> str:
-    """Return the text of a record with the names of today: `remarks` were called `vacuous`."""
+    """Return the text of a record, with the old name `vacuous` of the report's `remarks` replaced.
+
+    Args:
+        record: The record, as it was read.
+        text: The text of the record. It is returned as it is if the old name is not in it.
+    """
     report = record.get("report")
     if not isinstance(report, dict) or "vacuous" not in report:
         return text
@@ -212,7 +217,7 @@ def _text_in(file: Path) -> str | None:
 
 
 def _check_digests(record: Body, header: Header, place: Path, file: Path) -> None:
-    """Raise SourceError where the header is not the one that was written.
+    """Raise SourceError if the header was changed since it was written.
 
     The directory's config.json has a copy of the digest, so that a header that has lost its digest
     is noticed too.

@@ -52,10 +52,10 @@ class Accuracy:
 
 
 def eval_results(accuracy: Accuracy | None) -> dict[str, bytes]:
-    """Return the file of `.eval_results/` in which the hub looks for a figure, by its name.
+    """Return the content of a file in `.eval_results/`, by the file's path.
 
-    The hub shows the figure if the dataset is one of its benchmarks. Without a dataset there is no
-    file.
+    The hub reads the top-1 from this file, and shows it if the dataset is one of its benchmarks.
+    Without a dataset the dict is empty.
 
     Source: https://huggingface.co/docs/hub/eval-results
     """
@@ -225,8 +225,8 @@ def _measured(report: Report, before: str, *, is_exact: bool) -> str:
 
     Args:
         report: The measurements.
-        before: The source, and the steps after which the network stood that this was measured
-            against.
+        before: The network that the result was measured against, in words: "source", and the steps
+            that had been applied to it.
         is_exact: Whether all steps since the source keep the function.
     """
     claim = "this conversion changes the function of its source"
@@ -238,18 +238,25 @@ def _measured(report: Report, before: str, *, is_exact: bool) -> str:
     reference = "the source"
     if report.steps_before:
         reference = f"the network after {_plain(before)}"
+    # On noise the argmax of an approximate result means nothing, so its column is left out.
+    heading = "| precision | input | relative L2 | largest |"
+    rule = "|---|---|---|---|"
+    if report.exact:
+        heading += " same argmax |"
+        rule += "---|"
     lines = [
         f"Measured against {reference} on {_plain(report.inputs)} ({claim}):\n",
-        "| precision | input | relative L2 | largest |" + " same argmax |" * report.exact,
-        "|---|---|---|---|" + "---|" * report.exact,
+        heading,
+        rule,
     ]
     for error in report.logits:
         size = "x".join(map(str, error.size))
         agreement = "" if error.agreement is None else f"{error.agreement:.1%}"
         precision = _plain(error.precision)
         row = f"| {precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
-        # On noise the argmax of an approximate result means nothing, and is left out.
-        lines.append(row + f" {agreement} |" * report.exact)
+        if report.exact:
+            row += f" {agreement} |"
+        lines.append(row)
 
     if report.kept:
         kept = _plain(str(report.kept))

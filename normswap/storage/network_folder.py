@@ -14,9 +14,10 @@ WEIGHTS, CONFIG, NORMS, CARD = FILES = (
     "norms.safetensors",
     "README.md",
 )
-# What config.json says to transformers, which would fill a network of the source's class from the
-# weights, and draw the tensors that are not there: that the weights are in this file. There is no
-# such file, so `from_pretrained` stops with its name.
+# An entry of config.json that keeps transformers from opening the directory. transformers would
+# build a network of the source's class, and draw the tensors that the weights lack at random. The
+# entry says that the weights are in a file of this name. There is no such file, so
+# `from_pretrained` stops with an error that has the name.
 NOT_OF_TRANSFORMERS = {
     "transformers_weights": "converted by normswap - open it with normswap.load.safetensors"
 }

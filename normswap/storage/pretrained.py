@@ -41,14 +41,16 @@ def add_conversion(model: nn.Module, folder: Path, state: Mapping[str, Tensor] |
 
     with tempfile.TemporaryDirectory() as aside:
         saved = checkpoint.save(model, Path(aside) / "network")
-        stated = header.read_config(folder) or {}
-        recorded = header.read_config(saved) or {}
-        stated[header.KEY] = recorded[header.KEY]
-        stated |= NOT_OF_TRANSFORMERS
+        # config.json stays transformers' own, with normswap's entry in it.
+        config = header.read_config(folder) or {}
+        saved_config = header.read_config(saved) or {}
+        config[header.KEY] = saved_config[header.KEY]
+        config |= NOT_OF_TRANSFORMERS
 
+        # The weights that transformers wrote, perhaps in several files, are replaced by one file.
         for file in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
             file.unlink(missing_ok=True)
         for name in (WEIGHTS, NORMS, CARD):
             if (saved / name).is_file():
                 shutil.move(saved / name, folder / name)
-    (folder / CONFIG).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -297,6 +297,7 @@ def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, obj
     if arch is None or arch.builder != "timm":
         return None
 
+    # The architecture is tried as it is, and then with each norm that a conversion may end in.
     for more in ({}, *({"norm_layer": name} for name in _NORM_LAYERS)):
         kwargs = {**arch.kwargs, **more}
         try:

@@ -104,7 +104,8 @@ class Network:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        # A result that holds a network, such as a Conversion, stands for it.
+        # The caller may give a result that holds a network, such as a Conversion. Then the network
+        # in it is taken.
         object.__setattr__(self, "module", network_input.require_module(self.module))
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
@@ -125,7 +126,7 @@ class Network:
         """Take size or inputs from the first batch of images, for a network that states neither."""
         if self.calibrate is None or isinstance(self.calibrate, str | Iterator):
             return
-        # Batches that cannot be read are named where they are used.
+        # Batches that cannot be read raise nothing here. The function that uses them says it.
         with suppress(NormswapError):
             for call in _CallsOfBatches(self.calibrate, calling.form(self.module)):
                 of_images = call.only_images and not call.listed and call.images.is_floating_point()
@@ -198,7 +199,11 @@ class Network:
         return replace(self, calibrate=images, progress=progress)._seen_as(self)
 
     def _seen_as(self, other: Network) -> Network:
-        """Take what another record of the same module has looked up; return this record."""
+        """Take over what another record of the same module has computed already.
+
+        Returns:
+            This record, which is changed in place.
+        """
         looked_up = ("anatomy", "calls", "examples", "short_example")
         self.__dict__.update(
             {name: value for name, value in other.__dict__.items() if name in looked_up}
@@ -225,7 +230,7 @@ class Network:
 
     @cached_property
     def coarsest_dtype(self) -> torch.dtype:
-        """The dtype of its parameters that rounds most: what the network may be off by."""
+        """The dtype of its parameters that rounds most. The error of a result is judged by it."""
         dtypes = {p.dtype for p in nn.Module.parameters(self.module) if p.is_floating_point()}
         return max(dtypes | {self.dtype}, key=lambda dtype: torch.finfo(dtype).eps)
 

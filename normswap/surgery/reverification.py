@@ -112,8 +112,10 @@ def decided_by_plan(
     """Compare source and result again, in float64, if they did not pass in their own precision.
 
     In float32 rounding may look like a mistake, as when it decides which boxes are chosen. The
-    result's own weights cannot be compared in float64, which would show that they are rounded. So the plan is applied to the source in float64, and that network is compared. This says
-    something about the result only if the plan in float32 gives the result's tensors to the bit.
+    result's own weights cannot be compared in float64, which would show that they are rounded. So
+    the plan is applied to the source in float64, and the network that this gives is compared. It
+    says something about the result only if the plan, applied in the source's precision, gives the
+    result's tensors to the bit.
 
     Args:
         source: The source.
