@@ -205,13 +205,13 @@ class Lockstep:
         Raises:
             VerificationError: After the last batch, if a value was NaN or infinite.
         """
-        ends = [
+        stops = [
             interpreter.index[node]
             for interpreter, node in zip(self.interpreters, nodes, strict=True)
         ]
         # If a node lies before the place that its network has reached, nothing is stored: all
         # networks stay where they are.
-        advances = all(end >= begin for begin, end in zip(self.reached, ends, strict=True))
+        advances = all(end >= begin for begin, end in zip(self.reached, stops, strict=True))
 
         extremes: list[Tensor] = []
         for i, stored in enumerate(self.batches):
@@ -222,7 +222,7 @@ class Lockstep:
 
             try:
                 for interpreter, values, begin, end in zip(
-                    self.interpreters, batch, self.reached, ends, strict=True
+                    self.interpreters, batch, self.reached, stops, strict=True
                 ):
                     interpreter.run(values, begin, end)
             # The recorded operations are the user's, and may raise anything for other images.
@@ -246,7 +246,7 @@ class Lockstep:
             )
 
         if advances:
-            self.reached = ends
+            self.reached = stops
 
 
 def _stored(values: Values, before: Values) -> Values:

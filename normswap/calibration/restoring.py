@@ -36,8 +36,8 @@ _EQUAL = 1e-12
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A layer whose output is corrected.
+class _SharedLayer:
+    """A layer whose output is corrected, which the network and all references have.
 
     Args:
         path: The path of the layer.
@@ -79,7 +79,7 @@ def restore(
     """
     with evaluating(model), undisturbed(*references):
         lockstep = Lockstep([*references, model], batches)
-        shared_layers = list(_places(lockstep.interpreters))
+        shared_layers = list(_shared_layers(lockstep.interpreters))
         if not shared_layers:
             why = (
                 "its convolutions and linear maps are other ones, at other paths, or are called"
@@ -107,7 +107,7 @@ def restore(
     return note, f"{without_bias} layers have no bias: their means stay as they are"
 
 
-def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
+def _shared_layers(recorded: list[Interpreter]) -> Iterator[_SharedLayer]:
     """Yield the layers that every reference has at the same path with a weight of the same shape.
 
     Each layer must be called once in every network.
@@ -146,7 +146,7 @@ def _places(recorded: list[Interpreter]) -> Iterator[_Place]:
                 " parametrize.remove_parametrizations",
             )
 
-        yield _Place(str(node.target), cast(Linearity, layer), (*nodes, node))
+        yield _SharedLayer(str(node.target), cast(Linearity, layer), (*nodes, node))
 
 
 def _check_recorded(interpreter: Interpreter, example: Example) -> None:
@@ -180,7 +180,7 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
             )
 
 
-def _moments(lockstep: Lockstep, shared: _Place) -> list[ChannelMoments]:
+def _moments(lockstep: Lockstep, shared: _SharedLayer) -> list[ChannelMoments]:
     """Return the moments of a layer's output in each reference and, last, in the network.
 
     Args:

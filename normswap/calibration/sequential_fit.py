@@ -3,7 +3,7 @@
 Convolutions, linear maps and per-sample norms are fitted in topological order. The target is the
 output of the same layer in the source. The input is the layer's input in the result, in which the
 layers before it are fitted already. If a layer's output goes straight into a sum, the target is the
-source's sum less the other arm of the result's sum. The layer then corrects errors of the residual
+source's sum less the other term of the result's sum. The layer then corrects errors of the residual
 stream. Every fit has a closed form, without gradients or labels.
 
 A fit to few images may err more on others, and least squares shrinks every layer towards the mean.
@@ -103,21 +103,24 @@ def refit(
         lockstep = Lockstep(
             [source, result], batches, mirrored=MIRRORED if mirrored is None else mirrored
         )
-        pair = lockstep.interpreters
-        their_interpreter, our_interpreter = pair
+        interpreters = lockstep.interpreters
+        their_interpreter, our_interpreter = interpreters
         fittable = fittable_layers(their_interpreter.traced, our_interpreter.traced)
+        # The third entry is the path.
         layers = [layer for layer in fittable if only(layer[2])]
 
         for number, (theirs, ours, path, module) in enumerate(layers):
-            place = Place(lockstep, theirs, ours, End.of(pair, theirs, ours), seed + number)
+            pair = LayerPair(
+                lockstep, theirs, ours, Destination.of(interpreters, theirs, ours), seed + number
+            )
             try:
                 if estimates(module, source.get_submodule(path)):
-                    _estimate_norm(module, source.get_submodule(path), place)
+                    _estimate_norm(module, source.get_submodule(path), pair)
                 elif normalizes(module):
-                    _fit_norm(module, source.get_submodule(path), place)
+                    _fit_norm(module, source.get_submodule(path), pair)
                 else:
                     factors = None if zero_sum is None else zero_sum(path, module)
-                    _fit_linear(module, source.get_submodule(path), place, factors)
+                    _fit_linear(module, source.get_submodule(path), pair, factors)
             except torch.linalg.LinAlgError as error:
                 why = f"{error}: on these images its input overflows when squared"
                 remedy = (
@@ -191,23 +194,25 @@ def after_suppression(record: Traced) -> set[fx.Node]:
 
 
 @dataclass(frozen=True)
-class End:
+class Destination:
     """Where a layer's output x goes: into scale * x plus a shift, and then perhaps into a sum.
 
     Args:
         scale: The factor of each channel, (C,) or (1,), in float64.
-        arms: The sum's other arm in the source, and in the result. It is empty without a sum.
+        other_terms: The other term of that sum: its node in the source and its node in the result.
+            Empty if the output goes into no sum.
     """
 
     scale: Tensor
-    arms: tuple[fx.Node, ...]
+    other_terms: tuple[fx.Node, ...]
 
     @classmethod
-    def of(cls, interpreters: list[Interpreter], theirs: fx.Node, ours: fx.Node) -> End:
+    def of(cls, interpreters: list[Interpreter], theirs: fx.Node, ours: fx.Node) -> Destination:
         """Return where a layer's output goes, followed in both networks.
 
-        There are arms only if both outputs end in a sum whose other arm is computed before the
-        layer.
+        The other terms are given only if the output goes into a sum in both networks, and if each
+        other term is computed before the layer, so that its value is known when the layer is
+        fitted.
 
         Args:
             interpreters: The recorded source and result.
@@ -215,25 +220,25 @@ class End:
             ours: The layer's node in the result.
         """
         source, result = interpreters
-        source_end = _follow(source.traced, theirs)
-        result_end = _follow(result.traced, ours)
+        source_destination = _follow(source.traced, theirs)
+        result_destination = _follow(result.traced, ours)
 
-        # An end that is a sum has one arm, and any other has none.
-        arms = source_end.arms + result_end.arms
-        both_are_sums = len(arms) == 2
+        # A network in which the output goes into a sum gives one term, any other gives none.
+        other_terms = source_destination.other_terms + result_destination.other_terms
+        both_are_sums = len(other_terms) == 2
         if not both_are_sums:
-            return cls(source_end.scale, ())
+            return cls(source_destination.scale, ())
 
-        their_arm, our_arm = arms
+        their_term, our_term = other_terms
         are_known = (
-            source.index[their_arm] < source.index[theirs]
-            and result.index[our_arm] < result.index[ours]
+            source.index[their_term] < source.index[theirs]
+            and result.index[our_term] < result.index[ours]
         )
-        # What is fitted to is the source's output, so its scale counts.
-        return cls(source_end.scale, arms if are_known else ())
+        # The target is made from the source's output, so the source's scale counts.
+        return cls(source_destination.scale, other_terms if are_known else ())
 
     @functools.cached_property
-    def alive(self) -> bool:
+    def is_divisible(self) -> bool:
         """Whether no channel's scale is 0, so that a target can be divided by it.
 
         The answer is read from the device once.
@@ -243,23 +248,23 @@ class End:
     def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
         """Return the target of the layer in the result, (N, C, ...).
 
-        If the output ends in a sum, that is the source's output plus the difference of the other
-        arms.
+        If the output goes into a sum, the target is the source's output plus the difference between
+        the other terms of both networks, divided by the scale between layer and sum.
 
         Args:
             theirs: The values of the source.
             ours: The values of the result.
             source_value: The layer's output in the source, (N, C, ...).
         """
-        if not self.arms or not self.alive:
+        if not self.other_terms or not self.is_divisible:
             return source_value
-        their_arm, our_arm = self.arms
+        their_term, our_term = self.other_terms
         scale = self.scale.to(source_value).view(-1, *(1,) * (source_value.ndim - 2))
-        target: Tensor = source_value + (theirs[their_arm.name] - ours[our_arm.name]) / scale
+        target: Tensor = source_value + (theirs[their_term.name] - ours[our_term.name]) / scale
         return target
 
 
-def _follow(traced: Traced, node: fx.Node) -> End:
+def _follow(traced: Traced, node: fx.Node) -> Destination:
     """Return where a layer's output goes in one network.
 
     The output is followed through affine maps, per-sample norms and modules that do nothing in eval
@@ -272,16 +277,16 @@ def _follow(traced: Traced, node: fx.Node) -> End:
     """
     scale = torch.ones(1, dtype=torch.float64)
     # The other terms of the sum that the output goes into. Empty before the sum.
-    arms: tuple[fx.Node, ...] = ()
+    other_terms: tuple[fx.Node, ...] = ()
 
     while len(traced.users[node]) == 1:
         reader = traced.users[node][0]
         module = traced.module(reader)
         site = traced.site_at(reader)
-        is_before_sum = not arms
+        is_before_sum = not other_terms
 
         if is_add(reader) and is_before_sum:
-            arms = tuple(arm for arm in inputs(reader) if arm is not node)
+            other_terms = tuple(term for term in inputs(reader) if term is not node)
         elif site is None or len(inputs(reader)) != 1:
             break
         elif is_before_sum and site.is_affine and site.refusal_of_kind is None:
@@ -300,25 +305,25 @@ def _follow(traced: Traced, node: fx.Node) -> End:
 
         node = reader
 
-    return End(scale, arms)
+    return Destination(scale, other_terms)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A layer to fit.
+class LayerPair:
+    """A layer to fit: the same layer in the source and in the result.
 
     Args:
         lockstep: The source and the result, which run together.
         theirs: The layer's node in the source.
         ours: The layer's node in the result.
-        end: Where the layer's output goes.
+        destination: Where the layer's output goes.
         seed: Decides the positions that rows are taken from.
     """
 
     lockstep: Lockstep
     theirs: fx.Node
     ours: fx.Node
-    end: End
+    destination: Destination
     seed: int
 
     def batches(self) -> Iterator[tuple[Values, Values, Tensor, Tensor]]:
@@ -329,13 +334,13 @@ class Place:
             yield theirs, ours, theirs[their_input], ours[our_input]
 
 
-def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) -> None:
+def _fit_linear(module: Any, source: Any, pair: LayerPair, factors: Tensor | None) -> None:
     """Set weight and bias of a convolution or linear map by ridge regression.
 
     Args:
         module: The layer of the result, which is set in place.
         source: The same layer of the source.
-        place: Where the layer stands in both networks.
+        pair: The nodes of both, and the values that reach them.
         factors: The factors (I,) of the input channels, if filters must sum to zero.
     """
     groups = getattr(module, "groups", 1)
@@ -351,15 +356,15 @@ def _fit_linear(module: Any, source: Any, place: Place, factors: Tensor | None) 
 
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
     # The division is rounded up, so that all images together give the rows that are needed.
-    places_per_sample = min(PLACES, -(-rows_needed(prior.shape[2]) // place.lockstep.rows))
+    places_per_sample = min(PLACES, -(-rows_needed(prior.shape[2]) // pair.lockstep.rows))
     folds = Folds(biased=module.bias is not None)
 
-    generator = torch.Generator().manual_seed(place.seed)
-    for theirs, ours, their_input, our_input in place.batches():
+    generator = torch.Generator().manual_seed(pair.seed)
+    for theirs, ours, their_input, our_input in pair.batches():
         source_value = source(their_input)
         # The run to the next layer may go on from this value instead of computing it again.
-        theirs[place.theirs.name] = source_value
-        target = place.end.target(theirs, ours, source_value)
+        theirs[pair.theirs.name] = source_value
+        target = pair.destination.target(theirs, ours, source_value)
         x, y = patches(module, our_input, target, places_per_sample, generator)
         folds.add(x if factors is None else x / units, y)
 
@@ -375,7 +380,7 @@ def rows_needed(fan: int) -> int:
     return max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))
 
 
-def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
+def _fit_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
     """Set gamma and beta of a norm, per channel, by a least-squares line.
 
     The line maps the normalized input in the result to the output of the source's layer.
@@ -383,24 +388,24 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
     Args:
         module: The norm of the result.
         source: The layer at the same path of the source.
-        place: Where the norm stands in both, with the batches of both.
+        pair: The nodes of both, and the values that reach them.
     """
     s, t = site_of(source).scale_and_shift
-    generator = torch.Generator().manual_seed(place.seed)
+    generator = torch.Generator().manual_seed(pair.seed)
 
     line = ChannelLine(len(s), s.device)
-    for theirs, ours, their_input, our_input in place.batches():
+    for theirs, ours, their_input, our_input in pair.batches():
         positions = draw(math.prod(our_input.shape[2:]), PLACES, generator).to(our_input.device)
         # Inputs in half precision are normalized in float32.
         precision = torch.promote_types(our_input.dtype, torch.float32)
         x = columns(normalized(module, our_input.to(precision)), positions)
         # The source's layer computes s x + t.
         y = s[:, None] * columns(their_input, positions) + t[:, None]
-        # A sum behind the norm has another arm, whose difference the norm must make up for.
-        if place.end.arms:
-            their_arm, our_arm = place.end.arms
-            their_values = columns(theirs[their_arm.name], positions)
-            y = y + their_values - columns(ours[our_arm.name], positions)
+        # If a sum follows, its other term differs between the networks. The norm makes up for that.
+        if pair.destination.other_terms:
+            their_term, our_term = pair.destination.other_terms
+            their_values = columns(theirs[their_term.name], positions)
+            y = y + their_values - columns(ours[our_term.name], positions)
         line.add(x, y)
 
     gamma, beta = line.fitted()
@@ -408,7 +413,7 @@ def _fit_norm(module: Any, source: nn.Module, place: Place) -> None:
     module.bias.copy_(beta)
 
 
-def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
+def _estimate_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
     """Set a BatchNorm, in place, to what the source's per-sample norm does on average.
 
     The running statistics are those of the BatchNorm's input. Gamma and beta come from a
@@ -421,7 +426,7 @@ def _estimate_norm(module: Any, source: nn.Module, place: Place) -> None:
             setattr(plain, name, nn.Identity())
 
     line = ChannelLine(module.num_features, module.weight.device)
-    for _, _, their_input, our_input in place.batches():
+    for _, _, their_input, our_input in pair.batches():
         rows = (our_input, plain(their_input.clone()))
         line.add(*(value.double().transpose(0, 1).flatten(1) for value in rows))
 

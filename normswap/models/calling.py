@@ -177,7 +177,7 @@ class Example:
 
     @property
     def hollow(self) -> Example:
-        """The form of the call, without values."""
+        """The call with an empty tensor in place of each tensor, of the same dtype and device."""
         return self.map(lambda t: t.new_empty(0))
 
     def of(self, images: Tensor) -> Example:

@@ -86,6 +86,7 @@ def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Co
     """Give a module its attributes back, and each of its values the contents that it had."""
     for value, before, memory in contents:
         if memory is not None:
+            # A forward may have given the tensor other memory, or written into its own.
             value.data = memory
             if not torch.equal(memory, before):
                 memory.copy_(before)
