@@ -149,17 +149,17 @@ class _Comparison:
         precise: The comparison in float64, if there is one.
         anatomy: The source's recorded graph, if blocks are compared.
         claims: What the result claims inside.
-        outputs: The errors at the outputs, by precision and input size.
-        sites: The errors at the blocks.
+        outputs: The errors at the outputs, one for each precision and input size.
+        sites: The errors at the residual blocks, and at other values inside that were compared.
         inside: The errors that are judged beside those of the outputs: at blocks, last layers and
             labels.
         remarks: What the user should know of the measurement.
-        blind: Why nothing is proved where no value that was compared would have shown a mistake.
+        blind: The reason that is reported if no value that was compared would have shown a mistake.
         shows_errors: Whether a mistake would be seen at the outputs.
         is_finite: Whether the source's outputs are finite.
         has_same_types: Whether the outputs have the source's dtypes.
-        own_change: How far the source's outputs move by its own rounding.
-        excused: The errors that rounding may explain, where float64 was not asked.
+        own_change: How far rounding alone moves the source's outputs, as a relative L2.
+        excused: The errors in float32 that rounding may explain, if float64 was not tried.
     """
 
     source: Source
@@ -725,6 +725,7 @@ class _Comparison:
         precise = self.precise
         allowances = [
             allowance.of_outputs("float64", precise.own_change if precise else 0.0),
+            # If float64 was tried and failed, the source's own precision decides.
             allowance.of_outputs(
                 self.precision,
                 self.own_change,
@@ -834,7 +835,7 @@ class _Comparison:
         return Judgement(True)
 
     def _doubt(self, in_double: allowance.Allowance) -> Reason | None:
-        """Return why an error at the outputs need not be the result's, or None.
+        """Return why a large error at the outputs need not be a mistake of the result, or None.
 
         Args:
             in_double: The error that is allowed at the outputs in float64. If it is large, the
@@ -848,9 +849,9 @@ class _Comparison:
         return None
 
     def _error_of_larger(self, allowed: float) -> Error | None:
-        """Return the error for ten times the first image, if it is larger than is allowed, or None.
+        """Return the error for ten times the first image if that is too large, or else None.
 
-        It is None, too, where the source gives no finite numbers for that image.
+        It is also None if the source does not run on that image, or gives NaN or infinite numbers.
 
         Args:
             allowed: The largest relative L2 error that passes.
@@ -1047,12 +1048,13 @@ def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs)
 
 
 def _require_repeatable(source: nn.Module, example: Example, report: Report) -> None:
-    """Raise VerificationError where the source itself gives another answer on each run.
+    """Raise VerificationError if two runs of the source alone differ on the same input.
 
     Args:
         source: The source.
         example: The call.
-        report: The report. Where it passed, nothing is run.
+        report: The report. The source is run only if an exact result did not pass, as its error
+            may then be the source's own.
     """
     if report.passed or not report.exact:
         return

@@ -219,9 +219,10 @@ def by_parts(
     replacements: Replacements | None = None,
     tensors: Mapping[int, Tensor] | None = None,
 ) -> Outputs | None:
-    """Return the outputs in float64, or None where dtypes were mixed or a module calls itself.
+    """Return the outputs in float64 from casting one module at a time, or None if that fails.
 
     A module has float64 tensors only while its forward runs, so the network never exists twice.
+    This fails, for instance, if a forward mixes dtypes, or if a module calls itself.
 
     Args:
         model: The network, in its own dtype.
@@ -274,7 +275,8 @@ def by_parts(
     for owner in owners:
         handles += [owner.register_forward_pre_hook(lend), owner.register_forward_hook(back)]
 
-    # An error inside a forward leaves its module without its own tensors.
+    # After an error inside a forward its module still has float64 tensors, as no hook gave it its
+    # own ones back. `finally` does that.
     try:
         with hooked(handles), Widening():
             return run(model, example)[0]
@@ -321,7 +323,7 @@ def noise(
         size: The size (C, H, W) that is tried last.
         batch: The number of samples of the first call. The second has one.
         seed: The seed of the noise.
-        ran: Calls, as they are printed, that the network is known to run on.
+        ran: The calls that the network is known to run on, as `str(call)`. They are not tried.
 
     Raises:
         VerificationError: The network runs on none of these calls.
@@ -343,7 +345,7 @@ def noise(
             why = first_line(error)
             continue
 
-        # `compare` leaves the image of the second size out if the network does not take it.
+        # `both` leaves the image of the second size out if the network does not take it.
         calls = [call]
         if shape == first and others:
             image = torch.randn(1, *others[0], generator=generator).to(like)

@@ -108,8 +108,9 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
         old: The linear layer.
         reads: The modules that the edit reads.
     """
-    own = dict(nn.Module.named_parameters(old))
+    old_parameters = dict(nn.Module.named_parameters(old))
     leaf = name.rpartition(".")[2]
+    # Each module that the new layer absorbs, with how it is absorbed.
     absorbed = list(zip(reads, edit.takes, strict=True)) if edit.takes else []
     summed = [module for module, absorption in absorbed if absorption.way is AbsorbMode.SUM]
     weight_learns = any(_weight_learns(module) for module in (old, *summed))
@@ -136,10 +137,12 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
             if absorption.way in _CARRIES_GAMMA
         ]
         is_carried = any(gamma is not None and gamma.requires_grad for gamma in gammas)
-        return is_carried or (own[name].requires_grad if name in own else weight_learns)
+        if name in old_parameters:
+            return is_carried or old_parameters[name].requires_grad
+        return is_carried or weight_learns
 
-    if name in own:
-        return own[name].requires_grad
+    if name in old_parameters:
+        return old_parameters[name].requires_grad
     if leaf == "in_bias":
         return any(_learning(module) for module in (old, *reads))
     return weight_learns

@@ -95,9 +95,10 @@ class _Step:
     Args:
         outputs: The outputs by name.
         listed: Whether the forward returns a list with an entry for each sample.
-        later: The outputs of a second run on the same copy, with other random numbers.
+        later: The outputs of a second run of the same copy, on the later batch of a
+            `_TrainingPair` and with other random numbers.
         gradients: The gradient of every input, in the form of the call.
-        rows: The first input of each layer that learns, by path, as often as the layer was called.
+        rows: The first input of each layer that learns, by path: one for each call of the layer.
         model: The copy after both runs.
     """
 
@@ -163,6 +164,8 @@ class _LeakTrial:
         self.model = model
         self.count = call.count
         self.rounding = rounding
+        # The later batch has the samples in another order. Each of the other pairs of batches has
+        # other values in all samples but the kept one, in the kept one, or in all samples.
         self.calls = _TrainingPair(call, with_rows(call, rows.roll(1)))
         self.others_changed = self.calls.changed(rows != KEPT)
         self.kept_changed = self.calls.changed(rows == KEPT)
@@ -182,6 +185,7 @@ class _LeakTrial:
                 sample.
         """
         unproved = f"nothing proves that training for {purpose} keeps samples apart"
+        # If the moved parameters give NaN or infinite numbers, the result's own are used.
         trial = cls._that_runs(network, result, unproved, spread=True)
         if not trial.is_finite:
             trial = cls._that_runs(network, result, unproved, spread=False)
@@ -218,6 +222,7 @@ class _LeakTrial:
             # The forward is the user's and may raise anything.
             try:
                 trial = cls(model, batch.like(model), rounding)
+                # To read these properties runs the steps.
                 _ = trial.first, trial.second
             except Exception as error:
                 why = f"in training mode it does not run on {batch}: {first_line(error)}"
