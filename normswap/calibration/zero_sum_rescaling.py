@@ -211,12 +211,16 @@ def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> l
 
 
 class _Moments:
-    """Moments of a convolution's inputs and outputs, by group, about the first batch's mean."""
+    """Sums of a convolution's inputs and outputs, and of their products, by group.
+
+    The inputs are summed over the kernel's positions, and about the first batch's mean.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.generator = torch.Generator().manual_seed(0)
-        self.at: Tensor | None = None
+        # The mean of the first batch, which is subtracted from all inputs. None before that batch.
+        self.origin: Tensor | None = None
         self.x = self.xx = self.y = self.yy = torch.zeros((), dtype=torch.float64)
 
     def look(
@@ -233,11 +237,11 @@ class _Moments:
         # A filter's mean multiplies the sum over the kernel's positions of each input channel.
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
         x, y = (rows.transpose(0, 1).flatten(1, 2) for rows in (read, written))
-        if self.at is None:
-            self.at = x.mean(1, keepdim=True)
+        if self.origin is None:
+            self.origin = x.mean(1, keepdim=True)
 
         # The products take most of the time of wide layers, so they are in float32.
-        x = x - self.at
+        x = x - self.origin
         y = y.double()
         self.count += x.shape[1]
         self.x = self.x + x.double().sum(1)

@@ -303,6 +303,7 @@ def open_images(
     if channels not in modes:
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
 
+    # Find the images on this disk. None stands for a dataset that timm knows by name.
     mode = modes[channels]
     path = Path(data)
     if data == shipped.NAME and not path.exists():
@@ -311,6 +312,7 @@ def open_images(
     if place is not None:
         _check_place(place)
     dataset = _open(place, data, split, mode)
+    # A stream is timm's own dataset, which transforms its images itself.
     if isinstance(dataset, IterableDataset):
         dataset.transform = transform  # type: ignore[attr-defined]
         return dataset
@@ -321,6 +323,7 @@ def open_images(
         part = place or f"the part {split} of {data}"
         notes.append(f"images of {part}")
 
+    # Find the network's output for each label.
     names = _label_by_name(dataset)
     outputs: dict[int, int] = {}
     if names and labelled is not False:
