@@ -257,7 +257,7 @@ def split_for_calibration(
 
 
 def calibration_images(loader: Loader, first: int | None) -> Loader:
-    """Return images to fit to where the cost is measured on images of another place.
+    """Return images to fit to. None is held back: the cost is measured on another dataset.
 
     Args:
         loader: All images.
@@ -267,6 +267,7 @@ def calibration_images(loader: Loader, first: int | None) -> Loader:
     Raises:
         OptionError: Nobody knows how many images there are.
     """
+    # Without a count, this raises the error that says so.
     if loader.count is None:
         return split_for_calibration(loader, first)[0]
     count = min(first or _MOST_TO_CALIBRATE, loader.count)

@@ -347,7 +347,7 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
 
 
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
-    """Return the user's inputs, one call each.
+    """Return the user's inputs as a list of calls of the network.
 
     Args:
         inputs: A call, or a list of calls.

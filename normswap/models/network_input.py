@@ -90,8 +90,8 @@ def check_values(model: nn.Module) -> None:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether every number of a tensor is finite.
 
-    The sum is checked first, which is faster. A finite sum settles it. The sum of finite numbers
-    may overflow, so else each number is checked.
+    The sum is checked first, because that is faster. If the sum is finite, every number is. Else
+    each number is checked, because the sum of finite numbers may overflow.
     """
     # torch does not add up numbers of one byte or less.
     if tensor.element_size() == 1:
@@ -120,9 +120,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the network inside of what other programs wrap it in; else the network itself.
+    """Return the network that a wrapper of another program holds, or else the network itself.
 
-    These are the results of torch.compile, DDP, DataParallel and AveragedModel, Opacus'
+    The wrappers are the results of torch.compile, DDP, DataParallel and AveragedModel, Opacus'
     GradSampleModule, and a module of Lightning whose parameters all belong to one network.
     """
     for _ in range(_MOST_WRAPPERS):
