@@ -179,7 +179,10 @@ class Distance:
 
     @property
     def of_guesses(self) -> float:
-        """The share of labels that guesses with the same frequencies get wrong."""
+        """The share of labels that random guesses get wrong.
+
+        The guesses give each label as often as it occurs.
+        """
         squares = sum((count / self._entries) ** 2 for count in self._frequencies.values())
         return 1.0 - squares
 
@@ -288,7 +291,8 @@ class OutputDistances:
             self._are_named_alike = False
             return
 
-        # Another number of boxes cannot be compared row by row.
+        # An approximate result may find another number of boxes, which cannot be compared row by
+        # row. The batch then counts as an error of 1.
         alike = all(outputs[name].shape == others[name].shape for name in outputs)
         if not alike and not self.exact and _differ_in_rows(outputs, others):
             for name, expected in outputs.items():
@@ -397,7 +401,9 @@ def between(
 
 
 def _differ_in_rows(outputs: Outputs, others: Outputs) -> bool:
-    """Whether the outputs have the source's shapes but for the first dimension, and are finite.
+    """Whether outputs differ from the source's at most in the number of rows, and are finite.
+
+    All dimensions but the first must be equal.
 
     Args:
         outputs: The source's outputs by name.

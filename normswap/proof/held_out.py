@@ -14,8 +14,9 @@ from normswap.models.calling import Example
 from normswap.proof import running
 from normswap.proof.distance import OutputDistances
 
-# Every fourth image is held out, and at most so many stay in memory.
+# Every fourth image is held out.
 EVERY = 4
+# At most so many held-out images stay in memory.
 MOST = 512
 TOO_FEW = "too few calibration images to hold out every fourth and measure on it: give 25 or more"
 
@@ -69,12 +70,12 @@ class Kept:
             return f"{distance} on {images}"
 
         sure = f"at least {self.least_percent} %, with 97.5 % confidence"
-        # What was compared is named (`masks`), but for a classifier's scores, which are on axis 1.
-        answer = ""
+        # The text says which output was compared, unless it is a classifier's scores (axis 1).
+        compared = ""
         if self.answer and self.axis != 1:
-            answer = f", {self.answer}"
+            compared = f", {self.answer}"
         return (
-            f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{answer}),"
+            f"same prediction on {100 * self.agreement:.1f} % of {images} ({sure}{compared}),"
             f" {distance}"
         )
 

@@ -244,9 +244,9 @@ def load(
         weight_files.load_into(model, state, str(file), {})
     else:
         trained = weight_files.read(Path(weights))
-        # Extra state of layers that the file lacks is that of the directory.
+        # If the weights file lacks the extra state of a layer, the directory's is taken.
         trained.extras = {**state.extras, **trained.extras}
-        # The tensors that were proven are not used, so they may be others.
+        # The directory's own weights are not used, so `_check_the_same` need not check them.
         del states[WEIGHTS]
         weight_files.load_into(model, trained, str(weights), {})
     if not changed:
@@ -306,7 +306,13 @@ def _read_tensors(place: Path, file: Path) -> dict[str, StateDict]:
 
 
 def _check_the_same(record: Header, states: Mapping[str, StateDict], file: Path) -> None:
-    """Raise SourceError, naming the tensors, where a file's tensors are not the saved ones."""
+    """Raise SourceError with the names of the tensors that differ from those that were saved.
+
+    Args:
+        record: The header of the weights file, which has the hashes of the saved tensors.
+        states: The tensors of each file, by the file's name. Only these files are checked.
+        file: The path of the weights file.
+    """
     for name, state in states.items():
         saved_hash = record.hashes.get(name)
         # No norms were saved, and none are there.

@@ -276,7 +276,7 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     """
     steps = scheme_path(source.anatomy, to, options, measured=source.calibrate is not None)
     images = source.images
-    # Every step that fits values reads the images anew, and an iterator gives them only once.
+    # Each step that fits values reads the images again, and an iterator gives them only once.
     if len(steps) > 1 and isinstance(images, Iterator):
         images = list(images)
     source = source.fitted_to(images, source.progress)
@@ -373,7 +373,7 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     if not gets_batchnorms or options.get("ghost_batch"):
         path.append(target)
 
-    # Branches are merged only where there are some that can be.
+    # The step that merges branches is taken only if some branch can be merged.
     if to == "folded" and target.options["branches"] == "merge":
         merging = schemes.chosen("merged-branches", limits)
         if merging.scheme.plan(anatomy).replacements:

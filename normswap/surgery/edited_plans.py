@@ -23,7 +23,7 @@ from normswap.surgery.network import Network
 
 # Python has had its own since 3.11.
 _UNPACKS = (typing_extensions.Unpack, getattr(typing, "Unpack", None))
-# How norms are counted that a step does not change.
+# The words (`Outcome.counted`) under which reports count norms that a step does not change.
 _UNTOUCHED = (stays("").counted, KEEPS_STATISTICS.counted, NEVER_CALLED.counted)
 # A number that was planned anew is the same if it differs by less than this share.
 _SAME = 1e-3
@@ -36,6 +36,7 @@ def check(step: Step) -> None:
         step: A step, which may have been edited by hand.
     """
     by_path = {edit.path: edit for edit in step.edits}
+    # The edit that reads a path, by this path.
     by_reads: dict[str, Edit] = {}
     for edit in step.edits:
         by_reads.update(dict.fromkeys(edit.reads, edit))
@@ -131,7 +132,8 @@ def _check_partner(
         partner: The edit that reads this edit's path, if there is one.
         by_path: All edits of the step, by path.
     """
-    # Without an eps of its own, the norm reads the convolution's output as it was.
+    # A norm with `groups` and no `eps` reads the convolution's output as it is, so the convolution
+    # needs no edit. With `lead`, a layer in front of the norm scales its input instead.
     scales_input = "eps" in edit.args or "groups" not in edit.args
     if layer.PARTNER and scales_input and not edit.args.get("lead"):
         if partner is None or partner.layer != layer.PARTNER:
@@ -206,6 +208,8 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
         # The plan was made for a part of the network, and this norm is in another part.
         if recorded is None and step.outcomes and not is_named:
             continue
+        # The record holds if an edit names the norm and the record says that the norm is changed,
+        # or if no edit does and the record says that the norm stays.
         if recorded is not None and is_named != (recorded.counted in _UNTOUCHED):
             found[path] = recorded
         elif not is_named:

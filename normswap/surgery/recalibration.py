@@ -230,9 +230,11 @@ def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
 
 
 def _without_broken_statistics(model: nn.Module | Network) -> tuple[nn.Module | Network, list[str]]:
-    """Return a copy in which broken statistics are mean 0 and variance 1, and the norms' paths.
+    """Replace broken running statistics by mean 0 and variance 1, in a copy of the network.
 
-    A network without broken statistics is returned itself, and so is a record.
+    Returns:
+        The copy, and the paths of the norms whose statistics were broken. If there are none, or
+        `model` is a record, then `model` itself.
     """
     if not isinstance(model, nn.Module):
         return model, []
