@@ -189,12 +189,12 @@ def require_passed(report: Report, scheme: str) -> None:
 
 
 def _error_to_name(report: Report) -> tuple[Error, str]:
-    """Return the error that a refusal names, and the place where it was measured.
+    """Return the error that a refusal names, and the place where it was measured, in words.
 
-    It is the worst error at the outputs. Where these are right, or say nothing, it is the first
-    value inside that is off.
+    It is the worst error at the outputs. If all errors there are small enough, it is the first
+    error inside the network that is too large.
     """
-    # NaN is off, too.
+    # `not <=` is also true of NaN.
     first_site = None
     for site in report.sites:
         if not site.relative_l2 <= report.site_tolerance.get(site.site, math.inf):

@@ -12,14 +12,14 @@ from torch import Tensor, fx, nn
 from normswap.graph import recording, tracing
 from normswap.models.calling import Example
 
-# A value that is off by half of its size is another layer's; rounding to int8 costs most layers up
-# to 0.05.
+# A value that is off by more than half of its size is taken for the output of another layer. For
+# comparison, rounding to int8 costs most layers up to 0.05.
 _SIMILAR = 0.5
 
 
 @dataclass(frozen=True)
 class Departure:
-    """A layer that is off, though its input is not.
+    """A layer whose output is wrong in the result, although its input is right.
 
     Args:
         site: The layer's path. For a function it is the path of the module whose forward calls it.
@@ -67,8 +67,8 @@ def first_layer_apart(
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     departures = _measured(traced, example, floats)
 
-    # From the outputs backwards: an operation is right if its value is, or if the result has no
-    # value for it and an operation that reads it is right.
+    # Go through the operations from the outputs backwards. An operation is right if its value is
+    # right, or if the result has no value for it and an operation that reads it is right.
     right: set[fx.Node] = set()
     for node in reversed(traced.nodes[:-1]):
         relative_l2 = departures[node].relative_l2 if node in departures else math.inf
@@ -80,6 +80,8 @@ def first_layer_apart(
     # The operations so far for which the result has a value.
     near: list[Departure] = []
 
+    # An operation stands out if it is off by more than is allowed, and by more than `jump` times
+    # the median of the others of its kind.
     def stands_out(departure: Departure) -> bool:
         others = [
             other.relative_l2
@@ -88,8 +90,8 @@ def first_layer_apart(
         ]
         return departure.relative_l2 > max(allowed, jump * statistics.median(others or [0.0]))
 
-    # From the input on, the first operation without a value ends the search. One before it that
-    # stands out among its kind is the cause.
+    # Go through the operations from the input on, as far as the first one that has no value, is not
+    # right and reaches the outputs. If an operation before it stands out, that one is the cause.
     for node, departure in departures.items():
         if departure.relative_l2 <= _SIMILAR:
             near.append(departure)

@@ -148,7 +148,7 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 
 
 def _exact_options(chosen: Chosen) -> list[str]:
-    """Return the options, as the user writes them, each of which would make the scheme exact."""
+    """Return each single option that would make the scheme exact, as the user writes it."""
     exact: list[str] = []
     for option in chosen.scheme.options:
         for word in option.choices:

@@ -529,7 +529,10 @@ class _LeakTrial:
 
 @torch.no_grad()
 def _spread_parameters(model: nn.Module) -> None:
-    """Move a copy's parameters, so that no factor is zero because training begins there."""
+    """Move a copy's parameters a little, in place, so that no factor of a path is zero.
+
+    SkipInit, for instance, begins training with a factor of zero, behind which no leak would show.
+    """
     generator = torch.Generator().manual_seed(0)
     for parameter in nn.Module.parameters(model):
         if not parameter.is_floating_point():
@@ -675,7 +678,12 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
-    """Whether an output's gradient reaches a value."""
+    """Whether some output depends on a value, as its gradient tells.
+
+    Args:
+        outputs: The outputs by name, with their history.
+        value: The tensor that an operation returned, with its history.
+    """
     totals = [output.abs().sum() for output in outputs.values() if output.requires_grad]
     if not totals or not value.requires_grad:
         return False
@@ -684,7 +692,7 @@ def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
 
 
 def _fresh(model: nn.Module) -> nn.Module:
-    """Return a copy that shares the parameters that learn and owns everything else."""
+    """Return a copy that shares the trainable parameters, and has copies of all other tensors."""
     parameters = nn.Module.parameters(model)
     shared = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
     return duplicate(model, shared)
@@ -733,7 +741,8 @@ def _is_listed(result: object, count: int) -> bool:
 def _loss(outputs: Mapping[str, Tensor], count: int) -> Tensor:
     """Return a loss that is a sum over samples if the outputs keep samples apart.
 
-    An output without a sample dimension is summed as it is: its square would mix what it adds up.
+    It is the sum of squares of the outputs. An output without a sample dimension may be a sum over
+    samples already, whose square would mix the samples, so it is added without squaring.
     """
     loss = torch.zeros(())
     for value in outputs.values():
@@ -747,7 +756,10 @@ def _loss(outputs: Mapping[str, Tensor], count: int) -> Tensor:
 
 
 def _sample_dim(value: Tensor, count: int) -> int | None:
-    """Return the dimension that counts samples: the first, or else the only one of that size."""
+    """Return the dimension of the samples, or None if none is known to be theirs.
+
+    It is the first if that has the size `count`, or else the only dimension of that size.
+    """
     dims = [dim for dim, size in enumerate(value.shape) if size == count]
     if dims[:1] == [0] or len(dims) == 1:
         return dims[0]
