@@ -40,6 +40,7 @@ def writing(file: Path, beside: Sequence[str] = (), obsolete: Sequence[str] = ()
 
             new_files = [folder / name for name in (*beside, file.name)]
             _open_to_others(folder, new_files)
+            # A single file is replaced in one step. Several files, or a directory, are exchanged.
             if beside or obsolete or aside.is_dir():
                 old = left_behind.old_folder(folder, [*beside, file.name])
                 _exchange(new_files, file.parent, old, obsolete)
@@ -59,8 +60,8 @@ def _folder_beside(file: Path, names: Sequence[str]) -> Iterator[Path]:
         yield folder
     finally:
         old = left_behind.old_folder(folder, names)
-        # If an interrupt came between two renames, the folder holds the old file, and stays: the
-        # next run puts the old file back.
+        # If `file` is missing and `old` has files, an interrupt came between two renames. Then the
+        # folder stays, so that the next run puts the old files back.
         if file.exists() or not old.is_dir() or not any(old.iterdir()):
             left_behind.remove(folder)
         if claim is not None:
@@ -156,7 +157,7 @@ def _check_package(package: Path, names: Sequence[str]) -> None:
 
 
 def _open_to_others(folder: Path, new_files: Sequence[Path]) -> None:
-    """Give new files the rights that the user's umask, or the folder's own list, gives to a file.
+    """Give new files the permissions that a file gets in this folder (by umask or access list).
 
     A temporary folder is closed to other users, and some writers close their files, too. The umask
     is read from the mode of a new directory. To ask the system for it would set it for all threads.

@@ -1,7 +1,7 @@
 """What a network's state dict holds beside its tensors, and what it leaves out.
 
-These are the versions of layers, by which they mend old checkpoints while they are loaded, extra
-state of layers that is no tensor, and the dtypes of buffers that are not saved.
+These are the versions of layers, extra state of layers that is no tensor, and the dtypes of buffers
+that are not saved. A layer reads its version when it is loaded, to convert an old checkpoint.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def of(model: nn.Module) -> LayerState:
 
 
 def restore(model: nn.Module, state: StateDict, record: Header) -> None:
-    """Add the header's record of the network's layers to the tensors of a file, in place.
+    """Add the layers' versions and extra state from a file's header to its tensors, in place.
 
     Args:
-        model: The network, which is not changed. A file of an older version says nothing of its
-            layers, which then count as those of today.
-        state: The tensors of the file.
+        model: The network, which is not changed. If the file is of an older version, its header has
+            no versions of layers. Then the versions of this network's layers are taken.
+        state: The tensors of the file, which are written to.
         record: The header of the file.
     """
     layers: dict[str, dict[str, object]] = {}

@@ -148,10 +148,11 @@ def put_back(file: Path, *, removes: bool = False) -> None:
 
 
 def check_not_moved_aside(file: Path) -> None:
-    """Check that `file` does not wait in `old/` because a process that replaced it was killed.
+    """Check that `file` is not missing because a process that replaced it was killed.
 
     Raises:
-        SourceError: The file waits in `old/`. The error has the command that puts it back.
+        SourceError: The process had moved the file to `old/`. The error has the command that puts
+            it back.
     """
     if os.path.lexists(file):
         return

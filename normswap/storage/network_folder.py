@@ -73,7 +73,7 @@ def check_beside(place: Path) -> None:
 
 
 def put_back(place: Path, *, removes: bool = False) -> None:
-    """Put back what killed processes had moved aside to write a network's directory, or its files.
+    """Put back old files that a killed process had moved aside while it wrote a network.
 
     Args:
         place: The directory.
@@ -86,10 +86,10 @@ def put_back(place: Path, *, removes: bool = False) -> None:
 
 
 def check_not_moved_aside(place: Path) -> None:
-    """Check that neither a network's directory nor its weights wait to be put back.
+    """Check that no killed process left a network's directory, or its weights, moved aside.
 
     Raises:
-        SourceError: One of them waits. The error has the command that puts it back.
+        SourceError: One of them was moved aside. The error has the command that puts it back.
     """
     left_behind.check_not_moved_aside(place)
     if place.is_dir():

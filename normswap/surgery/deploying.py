@@ -15,7 +15,7 @@ _NAMES = ("fuse", "fuse_convs", "reparameterize", "switch_to_deploy")
 
 
 class AlreadyDone:
-    """Stands in the place of a module's method that would fuse what is folded; it changes nothing.
+    """Replaces a module's method that fuses norms, after the norms are folded. It changes nothing.
 
     Args:
         module: The module, which the method returns.
@@ -33,7 +33,7 @@ def keep_as_deployed(model: nn.Module, gone: Iterable[str]) -> None:
 
     Args:
         model: The network after a step.
-        gone: The paths of norms in whose place something of another class stands.
+        gone: The paths of norms that the step replaced by a layer of another class.
     """
     # The paths of all modules around these norms. The network itself has an empty path.
     around: set[str] = set()

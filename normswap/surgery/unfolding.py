@@ -97,7 +97,7 @@ def _built(model: nn.Module) -> nn.Module:
 
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
-    """Return the record of another module, with the network's inputs and origin.
+    """Return a `Network` of another module, with the inputs and the origin of this network.
 
     Args:
         network: The network.
@@ -217,7 +217,7 @@ def _check_shapes(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) ->
         tensors: The converted network's, in its canonical form, and its source's norms.
 
     Raises:
-        RefusedError: One has another shape.
+        RefusedError: A tensor has another shape in the source.
     """
     for name, tensor in tensors.items():
         if name in state and state[name].shape != tensor.shape:
@@ -271,7 +271,7 @@ def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> Non
         now: The layer at the edit's path in the converted network, after its norms are folded.
 
     Raises:
-        RefusedError: The source's layers cannot compute it.
+        RefusedError: The source's layers cannot compute what the present layer does.
     """
     reads = tuple(modules[path] for path in edit.reads)
     try:
