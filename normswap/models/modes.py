@@ -157,6 +157,37 @@ def callers_dtype() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _gpu_switches(cudnn: Any, products: Any) -> list[tuple[Any, str, object]]:
+    """Return torch's switches of TF32 on a GPU, each with its name and the value that stops it.
+
+    Args:
+        cudnn: `torch.backends.cudnn`.
+        products: `torch.backends.cuda.matmul`.
+    """
+    older: list[tuple[Any, str, object]] = [
+        (cudnn, "allow_tf32", False),
+        (products, "allow_tf32", False),
+    ]
+    if not hasattr(cudnn, "conv"):
+        return older
+
+    # After `torch.backends.disable_global_flags()`, which torch's own test helpers call, only the
+    # newer names can be set.
+    newer: list[tuple[Any, str, object]] = [
+        (cudnn.conv, "fp32_precision", "ieee"),
+        (products, "fp32_precision", "ieee"),
+    ]
+    if torch.backends.flags_frozen():
+        return newer
+    try:
+        for holder, name, _ in older:
+            getattr(holder, name)
+    # Values that were set by the newer names cannot be read by the older ones.
+    except RuntimeError:
+        return newer
+    return older
+
+
 @contextmanager
 def _without_tf32() -> Iterator[None]:
     """Compute products of float32 in float32 inside a `with` block.
@@ -174,16 +205,8 @@ def _without_tf32() -> Iterator[None]:
             (cpu.matmul, "fp32_precision", "ieee"),
             (cpu.conv, "fp32_precision", "ieee"),
         ]
-    gpu_switches: list[tuple[Any, str, object]] = [
-        (cudnn, "allow_tf32", False),
-        (products, "allow_tf32", False),
-    ]
-    try:
-        before = [getattr(holder, name) for holder, name, _ in gpu_switches]
-    # Values that were set by torch's newer names cannot be read by the older ones.
-    except RuntimeError:
-        gpu_switches = [(holder, "fp32_precision", "ieee") for holder in (cudnn.conv, products)]
-        before = [getattr(holder, name) for holder, name, _ in gpu_switches]
+    gpu_switches = _gpu_switches(cudnn, products)
+    before = [getattr(holder, name) for holder, name, _ in gpu_switches]
     before += [getattr(holder, name) for holder, name, _ in switches]
     switches = [*gpu_switches, *switches]
     try:

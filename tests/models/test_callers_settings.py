@@ -14,8 +14,10 @@ from normswap.models.modes import full_precision
 IMAGES = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=["as torch has them", "others", "deterministic"])
-def set_before(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+@pytest.fixture(params=["as torch has them", "others", "deterministic", "frozen"])
+def set_before(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Any]]:
     """The settings of the caller, which the fixture sets and takes back."""
     dtype = torch.get_default_dtype()
     precision = torch.get_float32_matmul_precision()
@@ -25,6 +27,11 @@ def set_before(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     elif request.param == "deterministic":
         torch.use_deterministic_algorithms(True)
+    elif request.param == "frozen":
+        # torch.testing calls `disable_global_flags`, which nothing takes back but this.
+        plain_module: Any = vars(torch.backends)["m"]
+        monkeypatch.setattr(plain_module, "__allow_nonbracketed_mutation_flag", False)
+        assert torch.backends.flags_frozen()
 
     yield settings()
 
