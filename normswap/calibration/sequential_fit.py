@@ -402,10 +402,13 @@ def _fit_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
         # The source's layer computes s x + t.
         y = s[:, None] * columns(their_input, positions) + t[:, None]
         # If a sum follows, its other term differs between the networks. The norm makes up for that.
-        if pair.destination.other_terms:
-            their_term, our_term = pair.destination.other_terms
+        # What it makes up for passes the scale that stands between norm and sum.
+        destination = pair.destination
+        if destination.other_terms and destination.is_divisible:
+            their_term, our_term = destination.other_terms
             their_values = columns(theirs[their_term.name], positions)
-            y = y + their_values - columns(ours[our_term.name], positions)
+            difference = their_values - columns(ours[our_term.name], positions)
+            y = y + difference / destination.scale.to(y)[:, None]
         line.add(x, y)
 
     gamma, beta = line.fitted()

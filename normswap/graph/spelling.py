@@ -131,8 +131,8 @@ def places(
     """Yield (keys, tensor) for every tensor in a value, with the keys that lead to it.
 
     Args:
-        value: A tensor, a collection or a record. Collections may be nested as they like; records
-            are followed seven levels deep.
+        value: A tensor, a collection or a record. Collections may be nested as they like; a record
+            is followed where fewer than eight keys lead to it.
         keys: The keys that lead to `value` itself.
     """
     if isinstance(value, Tensor):

@@ -618,12 +618,12 @@ class _Comparison:
         # input is changed, and then that of the weights.
         values = inside(module, example)
         others: list[Outputs] = []
-        by_double = allowance.is_half(self.precision) and self.source.has_double
-        if by_double:
+        if allowance.is_half(self.precision) and self.source.has_double:
             # The forward is the user's: it may not run in float64.
             with Widening(), suppress(Exception):
                 others.append(inside(to_double(module), example.map_floats(Tensor.double)))
-        if not others:
+        by_double = bool(others)
+        if not by_double:
             others.append(inside(module, allowance.in_the_last_digit(example)))
             changed = allowance.with_other_digits(module, self.source.coarsest_dtype)
             others.append(inside(changed, example))

@@ -22,6 +22,7 @@ from normswap.calibration import least_squares, sampling, sequential_fit
 from normswap.calibration.least_squares import RIDGES, Folds
 from normswap.images.datasets import make_loader
 from normswap.layers.per_sample import leveling
+from normswap.layers.scalars import Scale
 from normswap.schemes.groupnorm import absolute_eps
 from normswap.sites.site import site_of
 from normswap.surgery import applying, conversion
@@ -37,7 +38,7 @@ def no_mirror_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sum(nn.Module):
-    """skip + norm(conv(before(x))), perhaps a ReLU: all 1x1, so that a place is a row."""
+    """skip + scale(norm(conv(before(x)))), perhaps a ReLU: all 1x1, so that a place is a row."""
 
     def __init__(self, *, skip: bool, relu: bool, per_sample: bool = False) -> None:
         super().__init__()
@@ -45,11 +46,12 @@ class Sum(nn.Module):
         self.before = nn.Conv2d(CHANNELS, CHANNELS, 1)
         self.conv = nn.Conv2d(CHANNELS, CHANNELS, 1)
         self.norm: nn.Module = nn.GroupNorm(2, CHANNELS) if per_sample else nn.BatchNorm2d(CHANNELS)
+        self.scale: nn.Module = nn.Identity()
         self.act = nn.ReLU() if relu else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         arm = None if self.skip is None else self.skip(x)
-        y = self.norm(self.conv(self.before(x)))
+        y = self.scale(self.norm(self.conv(self.before(x))))
         return self.act(y if arm is None else arm + y)
 
 
@@ -180,8 +182,12 @@ def test_a_layer_is_fitted_to_numpys_least_squares(skip: bool) -> None:
         assert np.abs(value - best).max() < 1e-6 * np.abs(best).max()
 
 
-def test_a_norm_makes_up_for_the_stream() -> None:
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_a_norm_makes_up_for_the_stream(factor: float | None) -> None:
+    """Where a scale stands between norm and sum, the norm makes up for the difference over it."""
     theirs = source(skip=True, relu=True)
+    if factor is not None:
+        theirs.scale = Scale(factor, bias=False, like=torch.empty(0, dtype=torch.float64))
     ours: Any = copy.deepcopy(theirs)
     ours.norm = nn.GroupNorm(2, CHANNELS).double()
     with torch.no_grad():
@@ -189,7 +195,8 @@ def test_a_norm_makes_up_for_the_stream() -> None:
         ours.skip.bias.add_(1)
         x = pixels()
         reached = nn.functional.group_norm(ours.conv(ours.before(x)), 2)
-        asked = theirs.skip(x) + theirs.norm(theirs.conv(theirs.before(x))) - ours.skip(x)  # type: ignore[misc]
+        branch = theirs.norm(theirs.conv(theirs.before(x)))
+        asked = branch + (theirs.skip(x) - ours.skip(x)) / (factor or 1)  # type: ignore[misc]
     sequential_fit.refit(theirs, ours, list(x.split(8)), only=lambda path: path == "norm")
     for channel in range(CHANNELS):
         gamma, beta = least(rows(reached)[:, [channel]], rows(asked)[:, [channel]])
