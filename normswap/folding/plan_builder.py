@@ -21,6 +21,10 @@ FOLDED_FORWARD = "folded into the layer after"
 LEFT_SHIFT = "folded but for a shift"
 LEFT_AFFINE = "left as a scale and shift"
 KEEPS_STATISTICS = Outcome("keep their statistics", "keeps its statistics")
+KEPT = Outcome("kept", "kept")
+FROZEN_ALREADY = Outcome("frozen", "frozen already")
+# The outcomes of norms that are what a scheme would place before it places anything.
+ALREADY_THERE = frozenset({KEEPS_STATISTICS, KEPT, FROZEN_ALREADY})
 NEVER_CALLED = Outcome("never called", "never called by forward")
 
 

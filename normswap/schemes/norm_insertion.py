@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from normswap.errors import RefusedError, spelled
 from normswap.folding.canonical_form import fold_norms
-from normswap.folding.plan_builder import KEEPS_STATISTICS, PlanBuilder, left_affine
+from normswap.folding.plan_builder import (
+    FROZEN_ALREADY,
+    KEEPS_STATISTICS,
+    KEPT,
+    PlanBuilder,
+    left_affine,
+)
 from normswap.graph.inspection import Anatomy
 from normswap.layers import reparametrized
 from normswap.layers.channelwise import ChannelAffine
@@ -58,7 +64,7 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
 
         of_batch = site.statistics_in_training is Statistics.BATCH and not site.is_registered
         if has_same_ghosts and of_batch:
-            builder.settle(path, Outcome("kept", "kept"))
+            builder.settle(path, KEPT)
         else:
             settings = _settings(anatomy, anatomy.original_path(path))
             builder.replace(path, "SiteNorm", **ghost, **settings, **dims)
@@ -76,7 +82,7 @@ def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
 
     def freeze(builder: PlanBuilder, site: Site) -> None:
         if site.is_frozen:
-            builder.settle(site.path, Outcome("frozen", "frozen already"))
+            builder.settle(site.path, FROZEN_ALREADY)
         else:
             builder.replace(site.path, "FrozenNorm")
             builder.settle(site.path, Outcome("frozen", "frozen"))

@@ -20,7 +20,7 @@ from normswap.errors import (
 )
 from normswap.folding import norm_free
 from normswap.folding.overwriting import aliasing_conflicts
-from normswap.folding.plan_builder import KEEPS_STATISTICS, NEVER_CALLED, PlanBuilder
+from normswap.folding.plan_builder import ALREADY_THERE, NEVER_CALLED, PlanBuilder
 from normswap.graph.anatomy import Anatomy, naming, patterns, restrict
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
@@ -186,7 +186,8 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if outcomes:
         remedy = "Name another scheme"
-    if outcomes == {KEEPS_STATISTICS}:
+    of_called = outcomes - {NEVER_CALLED}
+    if of_called and of_called <= ALREADY_THERE:
         remedy = f"They are what `{to}` would place. Name another scheme"
     if outcomes == {NEVER_CALLED}:
         remedy = "Forward calls none of them, so the network computes without norms"

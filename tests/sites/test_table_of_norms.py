@@ -23,7 +23,8 @@ TARGETS = schemes.names()
 OPTIONS: dict[str, dict[str, object]] = {"nf": {"mean": "keep"}, "centered-weightnorm": {}}
 # What a target says of every network that lacks what it replaces, whatever its norms are.
 OTHER_REASONS = re.compile(
-    "has no LayerNorm|needs images|calibrate=|1 kept|1 frozen|no convolution to"
+    "has no LayerNorm|needs images|calibrate=|are what `[-a-z]+` would place|no convolution to"
+    "|stays with its scale and shift: "
 )
 # Kinds that run by default with every target; the other pairs are slow.
 BY_DEFAULT = ("tracked InstanceNorm2d", "BatchNorm1d on series", "computed by forward itself")
