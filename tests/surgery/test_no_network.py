@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "a norm alone": (
         lambda: nn.BatchNorm2d(3).eval(),
         {"input_size": SIZE},
-        ["the network itself: forward reads"],
+        ["the network itself: ", "nn.Sequential"],
     ),
     "nothing returned": (Silent, {"input_size": SIZE}, ["gives no tensor", "nothing to compare"]),
     "random": (Restless, {"input_size": SIZE}, ["gives another answer each time"]),
