@@ -139,7 +139,8 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
         # This copy computes what rounding loses: its weight is the weight less the rounded weight.
         losing = copying.duplicate(layer, {})
         levels: float = how.levels
-        # Such a quantizer gives a 7-bit weight 63.5 steps on either side of 0, an 8-bit one 127.
+        # A quantizer that halves the range of weights, as for CPUs without VNNI, has 63.5 steps on
+        # either side of 0. It leaves depthwise layers their 127.
         if halves and levels < 127:
             levels = 127 if own_forwards.is_depthwise(layer) else 63.5
         losing.get_parameter("weight").sub_(_rounded(layer, levels))

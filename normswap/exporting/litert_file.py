@@ -252,7 +252,7 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _model(file: Path) -> ModelT:
-    """Return the file's records.
+    """Return the model that a LiteRT file holds, as the records of its flatbuffer.
 
     Raises:
         SourceError: The file takes weights from other files.

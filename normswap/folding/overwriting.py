@@ -87,7 +87,10 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
 
 
 def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
-    """Return the nodes that passed a value's memory on in eval mode, the latest first."""
+    """Return the nodes through which a value got its memory in eval mode, the latest first.
+
+    They are views, operations in place, and layers that return their input.
+    """
     passed = []
     while inputs(value) and (shares(traced, value) or is_identity(traced.module(value))):
         passed.append(value)

@@ -209,11 +209,14 @@ def _absorb(
     groups, out, inner, *kernel = weight.shape
     kernel_ones = (1,) * len(kernel)
 
+    # W act(s x) = (W |s|) act(x') with an activation that |s| passes. Signs and shifts stay in the
+    # neighbour, in front of the activation.
     if absorption.way is AbsorbMode.BEFORE_MAGNITUDE:
         magnitude, _, _ = affine.split(module, dtype)
         weight *= magnitude.reshape(groups, 1, -1, *kernel_ones)
         return bias
 
+    # AFTER_UNIT leaves gamma to the neighbour, and absorbs the rest of its map.
     scale, shift = affine.read_map(module, unit_gamma=absorption.way is AbsorbMode.AFTER_UNIT)
 
     # Behind the layer: s (W x + b) + t = (s W) x + (s b + t).

@@ -137,8 +137,9 @@ class Shifted(PlannedLayer):
         like: Tensor,
         **fold_options: Unpack[FoldOptions],
     ) -> nn.Module:
-        """Return the folded layer (`folded`) with the scalar on its input."""
+        """Return the folded layer (`folded`), which adds a learnable scalar to its input."""
         new = folded(old, reads, like=like, **fold_options)
+        # A bias that folding put on the input is the scalar.
         if isinstance(new, reparametrized.InputBiased):
             return new
         return reparametrized.InputBiased.of(new)

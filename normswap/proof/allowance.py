@@ -208,6 +208,7 @@ def cost_of_half(
         seed: The seed of the changes in the last digit.
     """
     precision = error.precision
+    # Without a float64 copy, the distance is that between these outputs and those for other digits.
     double_outputs = outputs
     if has_double:
         double_outputs = outputs_double(model, example.map_floats(Tensor.double))
@@ -230,6 +231,7 @@ def cost_of_half(
         others = {name: others[name] for name in outputs if name in others}
         costs.append(apart(precision, example, double_outputs, others))
 
+    # The mean over a few numbers scatters from run to run, so the largest distance counts.
     if sum(value.numel() for value in outputs.values()) < _FEW:
         return max(cost, *costs)
     root_mean_square = math.sqrt(sum(other * other for other in costs) / _MOVED)

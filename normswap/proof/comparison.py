@@ -244,8 +244,9 @@ class _Comparison:
     def _judge_each_output(self, example: Example, outputs: Outputs, others: Outputs) -> None:
         """Judge each of several outputs in half precision by a tolerance of its own.
 
-        The tolerance is what half precision alone costs that output of the source. Outputs above
-        the format's rounding are added to `inside`, with their tolerance.
+        The tolerance is what half precision alone costs that output of the source. An error above
+        the format's rounding is added to `inside` with its tolerance, and judged with the others
+        there.
 
         Args:
             example: The call.
@@ -1027,8 +1028,9 @@ def _has_foreign_layers(anatomy: Anatomy) -> bool:
 def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
     """Return the source's outputs for as many first samples as were run in float64.
 
-    They are cut from the outputs for the whole batch. If an output for the first samples has
-    another number of dimensions, as when forward squeezes a batch of one, the source runs again.
+    They are cut from the outputs for the whole batch. This cannot be done if forward squeezes a
+    batch of one, so that an output in float64 has fewer dimensions than for the whole batch. Then
+    the source runs on the first sample.
 
     Args:
         source: The source.

@@ -64,7 +64,7 @@ def compare_double(
     make: Callable[[], nn.Module],
     parts: Callable[[Example], Outputs | None] = _by_no_parts,
 ) -> Precise | None:
-    """Compare source and result in float64, on the first image or on a small batch as it is.
+    """Compare source and result in float64, on few samples or else on the whole first batch.
 
     Returns None if the network is in float64 already, or its device has no float64 (MPS).
 
@@ -78,6 +78,7 @@ def compare_double(
     if not source.has_double:
         return None
 
+    # Whoever reads the comparison may repeat it on another call.
     def again(other: Example) -> Precise | None:
         double_example = other.map_floats(Tensor.double)
         # The forward is the user's: it may ask for one dtype.
@@ -87,7 +88,7 @@ def compare_double(
             return None
         return _against(source, double_example, expected, make, parts)
 
-    # The network is run on few samples, or else on the whole first batch.
+    # A forward that fixes the number of images runs on the whole batch only.
     whole = source.examples[0]
     short = source.short_example
     candidates = [short] if short is whole else [short, whole]

@@ -78,7 +78,8 @@ def _place(builder: PlanBuilder, block: Block, stream: fx.Node | None, factor: f
     if block.tail is None:
         raise NotFoldable(no_tail(builder.anatomy, block))
 
-    place_scale(builder, block.tail, 0.0, False)
+    place_scale(builder, block.tail, alpha=0.0, bias=False)
+    # It was planned behind a layer that stays, or behind one that is replaced. alpha follows it.
     fixed = Then("FixedScale", {"alpha": ALPHA})
     if block.tail in builder.scalars:
         builder.scalars[block.tail] += (fixed,)

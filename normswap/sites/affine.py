@@ -62,7 +62,7 @@ def has_moments(module: nn.Module) -> bool:
 
 
 def holds_statistics(module: nn.Module) -> bool:
-    """Whether an affine module is a norm, or an own layer that keeps a norm's statistics.
+    """Whether an affine module is a norm, or a layer of normswap's with a norm's statistics.
 
     Such a module may become a plain scale and shift.
     """

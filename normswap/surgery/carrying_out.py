@@ -291,9 +291,9 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
     settle = schemes.of(step).scheme.settle
 
     # An approximate result differs by far more than float32 rounding, so float64 would show
-    # nothing. An exact scheme with `settle` has measured statistics on images, and the result in
-    # float64 keeps these: `settle` sets its other tensors again. Any other exact result is built
-    # anew in float64 from the plan.
+    # nothing. An exact scheme that measures statistics on images has a function `settle`, which
+    # computes a result's other tensors from them. Its result is copied in float64 with these
+    # statistics, and settled again. Any other exact result is built anew in float64 from the plan.
     precise = None
     if exact and settle is not None:
         double = network.after(result).doubled().module

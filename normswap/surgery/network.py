@@ -184,8 +184,9 @@ class Network:
             return model
 
         network = replace(model, **changes)  # type: ignore[arg-type]
+        # These two change nothing of what is known of the network.
         if changes.keys() <= {"calibrate", "progress"}:
-            return network._seen_as(model)
+            return network._with_findings_of(model)
 
         return network
 
@@ -196,9 +197,9 @@ class Network:
             images: The images. None stands for no images.
             progress: Called while values are fitted, with the layers done and their total.
         """
-        return replace(self, calibrate=images, progress=progress)._seen_as(self)
+        return replace(self, calibrate=images, progress=progress)._with_findings_of(self)
 
-    def _seen_as(self, other: Network) -> Network:
+    def _with_findings_of(self, other: Network) -> Network:
         """Take over what another record of the same module has computed already.
 
         Returns:

@@ -139,6 +139,9 @@ class Order(Sampler[list[Position]]):
 def _slice(images: list[Position], number: int, size: int) -> list[Position]:
     """Return one slice of a batch: `size` images, half of them from the back if `size` is even.
 
+    Mixup blends an image with its mirror image in the batch, counted from the back. So a slice
+    holds both of a pair.
+
     Args:
         images: The images of the batch.
         number: The number of the slice, from 0.

@@ -370,6 +370,7 @@ class Trials:
         while loop.at.update < updates:
             loop.update(batches)
             loop.at.update += 1
+            # It shows how long the trials have taken; how long that is does not matter here.
             self.seconds()
         # Reading the losses waits until the device has done all updates.
         loop.sum.item()

@@ -159,13 +159,15 @@ def _measure(
         tried = trials.Trials(
             network, str(trying.data), batch_size, minutes, trying.device, progress
         )
+        # One trial for each target, the best first. One that was left behind had fewer updates, so
+        # it comes behind the others.
         ended = tried.run(possible)
 
     remark(tried.held_out.notes)
     if private:
         remark([_NO_NOISE])
 
-    # A target that was left behind had fewer updates, so it is ranked behind the others.
+    # The ways that targets are compared with are no targets.
     ranked = [trial for trial in ended if trial.advice.target in names]
     best = ranked[0]
     measured = {

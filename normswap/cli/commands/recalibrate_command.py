@@ -88,9 +88,9 @@ def run(
     Ioffe & Szegedy, algorithm 2: batch statistics averaged over batches, with the unbiased
     variance. Labels are not needed; weights, gamma and beta stay.
 
-    A network without BatchNorm (folded, freed of norms) that was then pruned, rounded or averaged:
-    with --against SOURCE every layer's output gets back the mean and variance per channel that it
-    has there.
+    If no BatchNorm is left, and the network was then pruned, rounded or averaged, give the network
+    before that as --against SOURCE: every layer's output gets the mean and variance per channel
+    that it has in SOURCE.
     """
     if before.means_only and not before.against:
         raise OptionError(
