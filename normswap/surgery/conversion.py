@@ -172,9 +172,12 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
         builder: The builder of the step, which has no replacements.
     """
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
-    kinds = ", ".join(sorted({norm.kind for norm in norms})) or "none"
+    kinds = ", ".join(sorted({norm.kind for norm in norms}))
 
-    why = f"its norms are {kinds}"
+    # A forward may compute a norm of its own that nothing recognizes.
+    why = (
+        f"its norms are {kinds}" if kinds else "no norm was recognized among the modules to convert"
+    )
     if anatomy.refused_norms and not builder.outcomes:
         why += f" ({anatomy.refused_norms})"
     if builder.outcomes:

@@ -238,7 +238,7 @@ def test_what_cannot_be_read_can_be_left() -> None:
             "folded",
             {"only": "fc"},
             RefusedError,
-            "nothing to convert to folded: its norms are none",
+            "nothing to convert to folded: no norm was recognized among the modules to convert",
         ),
         ("skipinit", {"only": ["*.bn2"]}, RefusedError, "no residual block is chosen.*layer1.0"),
         (
