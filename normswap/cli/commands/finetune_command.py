@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 KEYS = (
     "output, best (directory), last (directory), best_epoch, updates, finished (false after"
-    " SIGTERM), notes, rows (metrics.csv)"
+    " SIGTERM), notes, rows (metrics.csv), validated (number of validation images)"
 )
 EXAMPLES = (
     "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
