@@ -1,4 +1,4 @@
-"""Which target to choose for a network. Three rules rank the targets; those it admits are advised.
+"""Which target to choose for a network. Three rules rank the targets that can be advised for it.
 
 1. For inference: `folded`.
 2. For private training, which allows no statistics of the batch: `skipinit`, which keeps the
@@ -115,6 +115,7 @@ def advise(
     possible: list[Advice] = []
     refused: dict[str, str] = {}
     for candidate in _candidates(network.module, batch_size, private=private, deploy=deploy):
+        # A network that keeps its BatchNorms is not converted, so no command is given.
         if candidate.scheme == "batchnorm":
             possible.append(
                 Advice("batchnorm", target="batchnorm", why=candidate.why, command="", exact=True)
@@ -163,6 +164,7 @@ def _planned(
             " `regularized-skipinit` (De & Smith 2020, table 7)"
         )
 
+    # The only option that a candidate may have is `relative_eps`, with the value 0.
     target = candidate.scheme
     if candidate.options:
         target += " --relative-eps 0"
@@ -184,7 +186,9 @@ def _planned(
 def elsewhere(
     network: Network, batch_size: int, *, private: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """Return where training ended on another network, in the measured task most like this one.
+    """Return the accuracies after training that were measured in the task most like the user's.
+
+    They were measured on other networks.
 
     Args:
         network: The network that is asked about.
@@ -192,8 +196,9 @@ def elsewhere(
         private: Whether training is private.
 
     Returns:
-        The task in words, and the top-1 with its deviation, by target.
+        The task in words, and by target the top-1 with its deviation, as text.
     """
+    # The names are those of the file. The first difference that applies decides.
     task = "labels"
     if private:
         task = "private"

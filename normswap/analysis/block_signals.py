@@ -162,7 +162,10 @@ def _without_running_statistics(model: nn.Module) -> nn.Module:
 
 
 def _multipliers(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's parameters that, if they are 0, leave at most a shift."""
+    """Return the names of the parameters by which a module multiplies its values.
+
+    If such a parameter is 0, the module's output does not depend on its input.
+    """
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
     if site_of(module).is_norm:
@@ -188,7 +191,7 @@ def awake(model: nn.Module) -> nn.Module:
 def bare(model: nn.Module) -> nn.Module:
     """Return a copy in which every norm is the identity, as in the plain curve of the blog post.
 
-    A norm that holds an activation leaves the activation. Activations work out of place, because
+    If a norm applies an activation, the activation stays. Activations work out of place, because
     they may now read the residual stream, which the skip reads as well.
     """
     twin = copying.duplicate(model, {})
@@ -253,9 +256,10 @@ def _add_moments(
 
 
 def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
-    """Return the node at the end of a block's branch, before what scales the branch.
+    """Return the node of f(x) in y = skip + alpha f(x): the end of a block's branch, unscaled.
 
-    Drop path, learnable scalars and one constant factor scale it.
+    The search goes up from the end of the branch, past drop path, identities, learnable scalars and
+    one constant factor.
     """
     node = block.branch
     constants_left = 1

@@ -30,7 +30,8 @@ PANELS = {
     "variance": "Average channel variance",
     "branch_variance": "Average variance of the branch",
 }
-# Axes are logarithmic if the ratio of the largest to the smallest value of one is above this.
+# All axes are logarithmic if the largest value of a quantity is more than this many times the
+# smallest.
 _LOG_ABOVE = 30.0
 # A logarithmic axis begins at this value or above.
 _FLOOR = 1e-3
@@ -60,9 +61,9 @@ def plot(curves: Curves, file: Path, inputs: str) -> Path:
 
 
 def is_logarithmic(curves: Curves, quantities: Iterable[str]) -> bool:
-    """Return whether a quantity varies so much that all axes are logarithmic.
+    """Return whether a quantity varies so much that the axes should be logarithmic.
 
-    Axes of one kind can be compared side by side.
+    The answer is for all panels at once, so that they can be compared side by side.
 
     Args:
         curves: The points of each network, by its name.

@@ -97,6 +97,7 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         if kept:
             mean, std = kept
 
+    # Folding looks at affine norms alone, so the reason why another norm stays is its site's.
     refused = folding.refusals.get(norm.path)
     if not site.is_affine_norm:
         refused = refused or site.refusal
@@ -125,8 +126,11 @@ def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
     norm's output grows by this share of 1 %. The norm removes the rest.
 
     Args:
-        norm: The norm. The answer is None unless it is a GroupNorm in the place of a BatchNorm.
+        norm: The norm.
         anatomy: The recorded network, with the statistics of the norms that were replaced.
+
+    Returns:
+        The share, or None unless the norm is a GroupNorm in the place of a BatchNorm.
     """
     original = anatomy.original_path(norm.path)
     record = anatomy.provenance
@@ -136,7 +140,8 @@ def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
         return None
 
     variance = var.double().mean()
-    # A norm with an eps of its own reads channels of mean 0. In others the means differ, too.
+    # Where the GroupNorm was given an eps, its input is shifted so that each channel has mean 0.
+    # Elsewhere the channels' means differ, which adds to the variance of a group.
     if "eps" not in placed.args:
         means = mean.double().view(placed.args["groups"], -1)
         variance = variance + means.var(1, correction=0).mean()

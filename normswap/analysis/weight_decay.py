@@ -150,6 +150,7 @@ def _decays(role: str, policy: Policy) -> bool:
 
 def _decaying_by_timm(model: nn.Module) -> set[int]:
     """Return the identities of the parameters that decay under timm's rule."""
+    # Any weight decay above 0 will do: what is read is only which parameters timm gives it to.
     groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
     decaying: set[int] = set()
     for group in groups:
@@ -294,6 +295,8 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
         owner = model.get_submodule(owner_path)
         role = _own_role(owner, name, gammas.get(owner_path, "gamma_unknown"))
         if role is None:
+            # The module's class does not tell the role, so name and shape do. A tensor such as
+            # (1, C, 1, 1), with one dimension above 1, is a vector.
             role = "vector"
             if any(fnmatch(path, pattern) for pattern in spared):
                 role = "embedding"
@@ -332,6 +335,7 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
 
     For a norm that is gone, this is the module that stands in its place or has absorbed it.
     """
+    # The given record does not have the norms that are put back here.
     twin = _with_its_norms(model)
     if network is None or twin is not model:
         network = Network(twin)
@@ -341,6 +345,7 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
         return {}
 
     gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
+    # A LayerNorm that begins a branch may be the branch's last norm, too. It does not end it then.
     for block in anatomy.blocks:
         for path in block.norms:
             is_layernorm = anatomy.site(path).is_at_each_position
@@ -382,9 +387,9 @@ def _ends(path: str, block: Block, anatomy: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """Return a copy with a norm in each place from which one is gone, so that roles can be read.
+    """Return a copy with a BatchNorm wherever a conversion took one away, to read its role.
 
-    If no norms are gone, or no layer holds one of their gammas, `model` itself is returned.
+    `model` itself is returned if no norms are gone, or if no layer of normswap's holds a gamma.
     """
     record = provenance.of(model)
     has_gammas = any(

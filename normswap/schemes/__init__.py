@@ -62,7 +62,7 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
 
 
 def _kind_of(default: object) -> type:
-    """Return the type of an option whose default this is: a number's or bool's own, else str."""
+    """Return the type of an option with this default: int, float or bool, or str for any other."""
     kind = type(default)
     if kind in (int, float, bool):
         return kind
@@ -162,7 +162,8 @@ def are_exact_if_known(steps: Iterable[Step]) -> bool | None:
 def all_options() -> dict[str, tuple[Option, list[str]]]:
     """Return every option by name, with the names of the schemes that have it.
 
-    An option that takes other values in another scheme has the choices and the help of both.
+    If schemes describe an option of the same name differently, the returned option has the choices
+    and the help texts of all of them.
     """
     names_of: dict[str, tuple[Option, list[str]]] = {}
     plugins.load("normswap.schemes")

@@ -60,5 +60,8 @@ def fit(task: FitTask) -> None:
 
 
 def fitting_target(step: Step) -> Step:
-    """Return the same step without the tanh. It makes the network that the result is fitted to."""
+    """Return a copy of a step that places gamma and beta alone in place of every Dynamic Tanh.
+
+    The result is fitted to the network that the copy makes.
+    """
     return exchanged(step, DynamicTanh.__name__, Straight.__name__)

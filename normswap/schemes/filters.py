@@ -47,12 +47,14 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str
                 "the paper's filters have no means",
                 "Give one of them",
             )
+        # `fit` drops the means. A network that is reset is not fitted afterwards.
         builder = standardize(plan_start(anatomy), mean="fit", stem="fit", depthwise="fit")
         for path, linear in builder.linears.items():
             if linear.layer == "StandardizedConv":
                 linear.extra |= {"gamma": gamma_before(builder, path), "bias": "add"}
         return builder
 
+    # A network without residual blocks has no branches that could get a scalar.
     builder = scale_branches(anatomy, None) if anatomy.blocks else fold_norms(anatomy)
     return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
 
@@ -86,6 +88,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
 
+    # Each convolution with its path, once, by the identity of the module.
     convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}
     reasons: list[str] = []
     for node in anatomy.traced.nodes:
@@ -107,7 +110,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
             reasons.append(f"{path} is not standardized: {why}")
             continue
 
-        # Any of the three options may keep a filter's mean.
+        # Any of the three options may keep a filter's mean. The first convolution is the stem.
         keeps_as_stem = position == 0 and stem == "keep"
         keeps_as_depthwise = own_forwards.is_depthwise(module) and depthwise == "keep"
         keeps_mean = mean == "keep" or keeps_as_stem or keeps_as_depthwise
@@ -115,6 +118,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         linear = builder.linear(path)
         linear.layer = "StandardizedConv"
         linear.extra["mean"] = keeps_mean
+        # A convolution that pads in its own forward gets the `padding` with which torch does so.
         if padding != module.padding:
             linear.extra["padding"] = list(padding)
 

@@ -25,7 +25,7 @@ from normswap.sites.site import Site
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
-    """Plan no norms, but multipliers of 1 at the branches' ends and biases of 0 before the layers.
+    """Plan to fold the norms, with a multiplier of 1 per branch and a bias of 0 before each layer.
 
     Args:
         anatomy: The recorded network.
@@ -44,8 +44,8 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
         _drop_channel_biases(builder)
     _place_scales(builder)
 
-    # A norm before an activation leaves its place to the bias. In a network that never had norms,
-    # the activations themselves get it.
+    # A norm before an activation is replaced by the activation's scalar bias. In a network that
+    # never had norms, the bias is placed at the activation itself.
     never_had_norms = not anatomy.norms and not anatomy.provenance.original_paths
     if never_had_norms:
         _shift_activations(builder)
@@ -69,6 +69,7 @@ def _place_scales(builder: PlanBuilder) -> None:
         elif scales_branch(modules[block.tail]) and block.tail not in builder.replacements:
             builder.notes.append(f"{block.path} keeps its scalar")
         else:
+            # An activation after the sum needs a scalar bias before it, which the multiplier has.
             place_scale(builder, block.tail, 1.0, block.order == "post")
 
 
@@ -87,6 +88,8 @@ def _shift_layers(builder: PlanBuilder) -> None:
             builder.notes.append(f"{path} gets no bias before it: {why}")
             continue
 
+        # Only some classes have a variant that adds a scalar to its input. A layer that is such a
+        # variant already is planned likewise.
         if kind not in reparametrized.INPUT_BIASED and not isinstance(
             modules[path], reparametrized.InputBiased
         ):
@@ -134,7 +137,10 @@ def _drop_channel_biases(builder: PlanBuilder) -> None:
 
 
 def _before_activation(builder: PlanBuilder, site: Site) -> bool:
-    """Whether only activations read the module's output, directly or through identities."""
+    """Whether only activations read the module's output, directly or through identities.
+
+    An activation that the module applies itself counts, too.
+    """
     if site.activation is not None:
         return True
     calls = builder.traced.calls.get(id(site.module), ())
@@ -184,6 +190,8 @@ def _branch(anatomy: Anatomy, block: Block, last: str) -> list[str]:
         block: The residual block.
         last: The path of the last layer on the branch, from which the search goes upwards.
     """
+    # The search goes up to the node that skip and branch have in common. The term of the sum that
+    # is not the branch is the skip.
     traced = anatomy.traced
     convolutions = []
     skip = next(arm for arm in block.total.all_input_nodes if arm is not block.branch)

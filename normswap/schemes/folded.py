@@ -30,12 +30,13 @@ def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
 def plan_merged(anatomy: Anatomy) -> PlanBuilder:
     """Plan one convolution in place of summed branches (`folding.branches`)."""
     builder = PlanBuilder(anatomy)
+    # The convolution into which each other branch is merged, by that branch's path.
     into: dict[str, str] = {}
     for merge in branches.find(builder):
         _merge(builder, merge)
         into.update(dict.fromkeys(merge.others, merge.main))
 
-    # A norm has an outcome, which says so. Of a convolution only this note tells.
+    # A merged norm has an outcome that tells it. A convolution has none, so this note tells it.
     merged = [
         f"{path} (into {main})" for path, main in into.items() if path not in builder.outcomes
     ]
@@ -48,9 +49,9 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
 
 
 def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
-    """Plan one convolution in place of summed branches, and zeros in place of the others.
+    """Plan one convolution for all summed branches, and zeros where the other branches stood.
 
-    The scale and shift that follow the sum go into the convolution, too.
+    A scale and shift that follow the sum go into the convolution, too.
 
     Args:
         builder: The plan in the making.

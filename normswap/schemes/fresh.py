@@ -29,7 +29,8 @@ def without_norms(anatomy: Anatomy) -> PlanBuilder:
     check_blocks(anatomy)
     builder = fold_norms(anatomy)
 
-    # Folding has checked that each norm can be removed. What layers would take in is forgotten.
+    # Folding has checked that each norm can be removed, and has planned that layers absorb it. A
+    # fresh norm's numbers are not to enter the weights, so these absorptions are taken back.
     norms = {norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called}
     for linear in builder.linears.values():
         linear.reads = [read for read in linear.reads if read[0] not in norms]
@@ -93,6 +94,7 @@ def scale_readers(builder: PlanBuilder, node: fx.Node, factor: float) -> None:
         path = str(reader.target)
         if module is None or traced.called(module) > 1 or not _passes(builder, path):
             raise NotFoldable(f"{name(reader)} reads the residual stream, and can hold no factor")
+        # A factor of 1 needs no layer.
         if factor != 1:
             place_scale(builder, path, factor, False, layer="FixedScale")
 

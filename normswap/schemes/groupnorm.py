@@ -42,6 +42,7 @@ def fit(task: FitTask) -> None:
     Args:
         task: The source, the result and the images.
     """
+    # Without channels that may be rescaled, and without images, there is nothing to choose.
     if not rescalable(task.step) and task.batches is None:
         return
 
@@ -86,7 +87,7 @@ def plan(
     for path, site in norms.items():
         channels = site.channels
         if site.sees_one_value and (channels == 1 or channelwise):
-            # A map has many values per channel, a row only one.
+            # A map has more values per channel if the inputs are larger. A row has always one.
             why = f"{channels} groups of {channels} channels: a group of one element erases it"
             larger = "" if site.reads_rows else "give larger inputs, or "
             builder.refusals[path] = f"{why}; {larger}leave it out with `{spelled('skip')}`"
@@ -176,9 +177,9 @@ def absolute_eps(norm: Site, relative_eps: float) -> float:
 
 
 def fitting_target(step: Step) -> Step:
-    """Return the same step with BatchNorms left in the places of GroupNorms.
+    """Return a copy of a step with a BatchNorm (`Recentred`) in place of every GroupNorm.
 
-    It makes the network that the result is fitted to.
+    The result is fitted to the network that the copy makes.
     """
     return exchanged(step, "GroupNorm", "Recentred")
 

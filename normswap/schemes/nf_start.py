@@ -55,6 +55,7 @@ def plan_start(anatomy: Anatomy) -> PlanBuilder:
             except NotFoldable as why:
                 builder.refusals[block.path] = str(why)
 
+        # beta^2 of the next block. A block that `only` or `skip` leaves out adds to it as well.
         variance = (1.0 if block.skip == "projection" else variance) + ALPHA**2
         stream = block.total
 
@@ -68,10 +69,10 @@ def _place(builder: PlanBuilder, block: Block, stream: fx.Node | None, factor: f
         builder: The plan in the making.
         block: The block.
         stream: The node of the sum before the block. None if there is none.
-        factor: 1 / beta.
+        factor: 1 / beta, by which the branch multiplies its input.
 
     Raises:
-        NotFoldable: There is no place for one of them.
+        NotFoldable: No module can hold 1 / beta, or none can hold the scalar and alpha.
     """
     if stream is not None:
         scale_readers(builder, stream, factor)
@@ -79,7 +80,8 @@ def _place(builder: PlanBuilder, block: Block, stream: fx.Node | None, factor: f
         raise NotFoldable(no_tail(builder.anatomy, block))
 
     place_scale(builder, block.tail, alpha=0.0, bias=False)
-    # It was planned behind a layer that stays, or behind one that is replaced. alpha follows it.
+    # alpha stands behind the scalar. `place_scale` has put the scalar into `scalars` if another
+    # edit leaves a layer at the path, and into `replacements` otherwise.
     fixed = Then("FixedScale", {"alpha": ALPHA})
     if block.tail in builder.scalars:
         builder.scalars[block.tail] += (fixed,)
@@ -95,6 +97,8 @@ def gamma_before(builder: PlanBuilder, path: str) -> float:
         builder: The plan in the making.
         path: The path of the convolution, which is called once.
     """
+    # The search goes up to an activation, past pooling and identities. An activation may be a
+    # function, the last step of a norm, or a module.
     traced = builder.traced
     node = traced.main_input(traced.calls[id(traced.modules[path])][0])
     while node is not None:
@@ -106,7 +110,8 @@ def gamma_before(builder: PlanBuilder, path: str) -> float:
 
         is_pooled = site is not None and is_pool(site.module)
         if not (is_pooled or builder.is_identity(node)):
-            # A layer without parameters, such as a SiLU, is taken for an activation.
+            # A layer without parameters, such as a SiLU, is taken for an activation. Any other
+            # layer, or another function than ReLU, is taken for none.
             has_none = site is not None and not list(nn.Module.parameters(site.module))
             return gamma(site.module) if site is not None and has_none else 1.0
         node = traced.main_input(node)
@@ -114,9 +119,10 @@ def gamma_before(builder: PlanBuilder, path: str) -> float:
 
 
 def gamma(activation: nn.Module) -> float:
-    """Return 1 / the deviation of an activation of N(0, 1), such as 1.7128585504 of ReLU.
+    """Return 1 / the standard deviation of act(z) for z of N(0, 1), which is 1.7128585504 for ReLU.
 
-    It is integrated between whole numbers, where usual activations have their kinks.
+    The integrals are sums of integrals from one whole number to the next, because usual activations
+    have their kinks at whole numbers.
     """
     points, weights = np.polynomial.legendre.leggauss(20)
     starts = np.arange(-12, 12)

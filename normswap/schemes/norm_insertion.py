@@ -54,6 +54,7 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
         """Keep a BatchNorm that takes its statistics as wanted, and replace any other."""
         path = site.path
         module = site.module
+        # With `dims` a `SiteNorm` becomes torch's own BatchNorm, which has no ghost batches.
         dims = {} if ghost_batch else dimensions(anatomy, path)
 
         # A norm of ours is also replaced where torch's own BatchNorm would do.
@@ -128,6 +129,8 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
         if conv in builder.linears and builder.linears[conv].layer != "Folded":
             continue
 
+        # The convolution takes the norm in, with the arguments of the layer that was planned in the
+        # norm's place.
         linear = builder.linear(conv)
         linear.layer = "Tuned"
         linear.extra = dict(edit.args)
@@ -144,13 +147,14 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
     """
     modules = anatomy.traced.modules
 
-    # Norms that stand, and would fold into a convolution.
+    # The norms that still stand, by the convolution before them that would absorb them.
     absorbed = {}
     for conv, linear in fold_norms(anatomy).linears.items():
         after = [read for read, absorption in linear.reads if absorption.way is AbsorbMode.AFTER]
         absorbed[conv] = [read for read in after if anatomy.site(read).is_batchnorm]
 
-    # Norms that are gone because a convolution has absorbed them.
+    # The norms that an earlier conversion folded into the convolution before them. What is left in
+    # such a norm's place is a `Vacant`.
     for edit in anatomy.provenance.plan.edits:
         norms_of_conv = absorbed.setdefault(edit.path, [])
         for path, absorption in edit.absorbed:
@@ -159,6 +163,7 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
             if follows and is_gone and path not in norms_of_conv:
                 norms_of_conv.append(path)
 
+    # The same by norm. A norm is left out if it shares a convolution, or has several.
     convolutions: dict[str, list[str]] = {}
     for conv, paths in absorbed.items():
         if len(paths) == 1 and conv in modules:
@@ -167,7 +172,8 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
     return {path: convs[0] for path, convs in convolutions.items() if len(convs) == 1}
 
 
-# What is planned for a BatchNorm that still stands, given the plan and the norm's site.
+# A function that plans what becomes of a BatchNorm that still stands, given the plan in the making
+# and the norm's site.
 Wish = Callable[[PlanBuilder, Site], None]
 
 
@@ -177,8 +183,12 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
     Args:
         anatomy: The recorded network. Everything but its BatchNorms is folded.
         layer: The class of the new layer, by name.
-        keep: Called for each BatchNorm that still stands, with the plan and its site.
-        args: Arguments of the new layer.
+        keep: Plans what becomes of a BatchNorm that still stands. It is called with the plan in the
+            making and the norm's site.
+        args: Arguments of the layers that take the places of norms that are gone.
+
+    Raises:
+        RefusedError: The network has no BatchNorm, and no conversion took one away.
     """
     # The BatchNorms that the network still has.
     norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
@@ -223,10 +233,10 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
 
 
 def dimensions(anatomy: Anatomy, path: str) -> Body:
-    """Return the number of dimensions of what the layer at a path is given, for a `SiteNorm`.
+    """Return `{"dims": n}` to build a `SiteNorm`, where the input of a layer has n dimensions.
 
-    Nothing is returned where the layer is not called, or with different ones, or where torch has no
-    BatchNorm for it.
+    The dict is empty if forward does not call the layer at the path, if its inputs have different
+    numbers of dimensions, or if torch has no BatchNorm for that number.
     """
     module = anatomy.traced.modules.get(path)
     counts: set[int] = set()
@@ -239,12 +249,17 @@ def dimensions(anatomy: Anatomy, path: str) -> Body:
 
 
 def _settings(anatomy: Anatomy, path: str) -> Body:
-    """Return the recorded settings of the norm that stood at `path`, for a `SiteNorm`."""
+    """Return `{"settings": ...}` to build a `SiteNorm`, with the recorded settings of a norm.
+
+    The settings are eps, momentum and the number of batches of the norm that stood at `path`. The
+    dict is empty if none of them is recorded.
+    """
     norms = anatomy.provenance.norms
     names = ("eps", "momentum", "num_batches_tracked")
     settings: dict[str, float | None] = {}
     for name in names:
         if f"{path}.{name}" in norms:
+            # A momentum of None is recorded as NaN.
             value = norms[f"{path}.{name}"].item()
             settings[name] = None if math.isnan(value) else value
 
@@ -260,6 +275,7 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         layer: The class of the new layer, by name.
         args: The arguments of the new layer.
     """
+    # With `dims` a `SiteNorm` becomes torch's own BatchNorm, which has no ghost batches.
     path = builder.anatomy.current_path(original)
     if layer == SiteNorm.__name__ and not args.get("ghost"):
         args = {**args, **dimensions(builder.anatomy, path)}
@@ -269,6 +285,8 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         builder.notes.append(f"{path}: there is no place for its norm any more")
         return
 
+    # A new norm can stand where no layer will be left, or in place of an affine map that a norm
+    # left. Any other layer stays.
     removed = builder.is_removed(path, old)
     if not removed and not _stands_for_a_norm(old):
         builder.notes.append(
@@ -276,6 +294,8 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         )
         return
 
+    # A layer that keeps a norm's statistics gives them to the new norm. Any other new norm gets its
+    # statistics from the record of the norm that is gone.
     if site_of(old).holds_statistics and not removed:
         builder.replace(path, layer, **args)
         builder.settle(path, KEEPS_STATISTICS)
@@ -299,12 +319,16 @@ def _ways(edit: Edit) -> list[tuple[str, AbsorbMode]]:
 
 
 def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation per channel in the place of a norm that is gone, each (C,).
+    """Return mean and deviation per channel of the values where a norm once stood, each (C,).
+
+    They are those of the norm's input or of its output, depending on how the norm was folded (see
+    the head of this file).
 
     Args:
         anatomy: The recorded network.
         path: The path of the norm in the network that it was converted from.
-        at_input: Whether the norm left a map in its place, so that its input arrives there.
+        at_input: Whether the norm left a scale or shift in its place, which reads what the norm
+            read.
     """
     record = anatomy.provenance
     mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))
@@ -315,6 +339,8 @@ def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Ten
     kept_moments = anatomy.kept_moments(path)
     assert kept_moments is not None
 
+    # If no deviation of the output is on record, `kept_moments` gives |gamma|, as if eps were 0.
+    # The exact deviation is |gamma| sqrt(var / (var + eps)).
     beta, deviation = kept_moments
     if f"{path}.output_std" not in record.norms:
         deviation = deviation * (var / (var + record.norms[f"{path}.eps"])).sqrt()

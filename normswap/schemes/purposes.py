@@ -37,7 +37,11 @@ _OPACUS_LAYERS: dict[type[nn.Module], str] = {
 
 
 def plan_federated(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a learnable scale for every fixed sign, and refuse modules that keep statistics."""
+    """Plan a learnable scale in place of every buffer of fixed signs, and refuse some modules.
+
+    Modules are refused that take statistics of the batch, or that hold buffers which training
+    changes, such as running statistics.
+    """
     builder = PlanBuilder(anatomy)
     for path, module in anatomy.traced.modules.items():
         _refuse_statistics(builder, path, anatomy.site(path))
@@ -48,7 +52,10 @@ def plan_federated(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
-    """Plan what `plan_federated` does, and that nothing is written in place."""
+    """Plan what `plan_federated` does, and that nothing writes into a learning layer's output.
+
+    Layers are refused of which Opacus has no gradients per sample, or that learn and hold buffers.
+    """
     builder = plan_federated(anatomy)
     traced = anatomy.traced
     for path, module in traced.modules.items():
@@ -92,6 +99,7 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
         for error in validate(module):
             refused[path] = f"Opacus refuses a {type(module).__name__}: {first_line(error)}"
 
+    # An error of the whole network belongs to no layer, so it has the empty path.
     remaining = validators.ModuleValidator.validate(model, strict=False)
     if remaining and not refused:
         refused[""] = f"Opacus refuses the network: {first_line(remaining[0])}"
@@ -155,6 +163,7 @@ def _plan_out_of_place(builder: PlanBuilder, path: str) -> None:
 
 def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     """Plan a copy of the output of a layer that learns, if `node` writes into that output."""
+    # A writer that is planned to work out of place changes nothing.
     traced = builder.traced
     writer = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
     if writer is not None and writer.layer == "OutOfPlace":
@@ -168,6 +177,7 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     if not owners or any(isinstance(traced.modules[p], Copy) for p in traced.outputs[value]):
         return
 
+    # The copy stands behind the outermost layer that returns the value.
     path = owners[-1]
     edit = builder.replacements.get(path)
     if edit is None:

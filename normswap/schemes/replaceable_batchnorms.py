@@ -66,6 +66,8 @@ def conv_before(builder: PlanBuilder, norm: Site) -> str | None:
     Only this norm may read the convolution's output, and the plan must not change the convolution
     already. Otherwise None is returned.
     """
+    # `producers` returns the channels that each layer before the norm makes. None means all of
+    # them, so the layer at `path` must be the only one.
     calls = builder.traced.calls[id(norm.module)]
     path = str(inputs(calls[0])[0].target)
     try:
@@ -114,11 +116,14 @@ def exchanged(step: Step, layer: str, other: str) -> Step:
 
 
 def require_no_tokenwise_norms(anatomy: Anatomy, lacking: str) -> None:
-    """Refuse a network whose norms are LayerNorms, for a target that needs BatchNorms.
+    """Refuse a network that has LayerNorms, for a target that needs BatchNorms.
 
     Args:
         anatomy: The recorded network.
         lacking: What the target needs and the network lacks, for the message.
+
+    Raises:
+        RefusedError: The network has a LayerNorm.
     """
     if any(norm.site.is_layernorm for norm in anatomy.norms):
         raise RefusedError(

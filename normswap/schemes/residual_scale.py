@@ -30,7 +30,7 @@ from normswap.schemes.skipinit import check_blocks, no_tail, place_scale
 from normswap.sites.activations import is_homogeneous
 
 # The published rules: (a, b) of a block, given its number from 1 and the number of all blocks. Two
-# of them have a number of their own, which may be given.
+# of them also take a factor, here with its default.
 RULES: dict[str, Callable[..., tuple[float, float]]] = {
     "balduzzi": lambda block, depth: (math.sqrt(0.5), math.sqrt(0.5)),
     "szegedy": lambda block, depth, factor=0.2: (1.0, factor),
@@ -55,12 +55,12 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
     Args:
         anatomy: The recorded network.
         rule: The name of the rule, a key of `RULES`.
-        factor: The number of the rules `szegedy` and `hanin`. `rule` stands for the rule's own.
-        init: Whether the function is kept (`keep`), or the weights are, without compensation
-            (`reset`).
+        factor: The factor that the rules `szegedy` and `hanin` take. `rule` means its default.
+        init: `keep` divides the weights by the factors, so that the function is kept. `reset` does
+            not, for a fresh network.
 
     Raises:
-        OptionError: The rule has no number.
+        OptionError: A factor is given for a rule that takes none.
     """
     check_blocks(anatomy)
 
@@ -82,6 +82,7 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
     for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
         if not anatomy.takes_part(block.path):
             continue
+        # `attempt` takes back what was planned for a block that is then refused.
         try:
             with attempt(builder):
                 scale = _scale_freely if resets else _scale
@@ -103,15 +104,15 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
 def _scale(
     builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
 ) -> list[tuple[str, float]]:
-    """Plan the factors of a block: their inverses go into the weights.
+    """Plan that weights are divided by a block's factors, and return the factors.
 
     Args:
         builder: The plan in the making.
         block: The block.
         a: The factor of the skip.
         b: The factor of the branch.
-        owed: The factor by which the stream is divided, at each sum so far. If the branch holds a,
-            the block's sum is added.
+        owed: The factor by which the residual stream is divided, at each sum so far. If the skip
+            cannot hold a, the block's sum is added.
 
     Returns:
         The paths at which factors are to be placed, and their values.
@@ -119,11 +120,14 @@ def _scale(
     Raises:
         NotFoldable: A factor has no place, or cannot pass.
     """
+    # The skip needs no factor.
     tail = _tail(builder, block)
     if a == 1:
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(tail, b)]
 
+    # The skip cannot hold a, so the stream is divided by a from here on. The branch's factor is
+    # divided by all factors a so far.
     after_sum = _after_sum(builder, block)
     if after_sum is None:
         owed[block.total] = a * _owed_before(builder, block, owed)
@@ -135,6 +139,8 @@ def _scale(
         enlarge(builder, block.branch, 1 / b, {block.total})
         return [(tail, b)]
 
+    # The activation after the sum holds a: a act(x + (b / a) f) = act(a x + b f). So the branch
+    # gets b / a. The weights before the two factors are divided by them.
     act, path = after_sum
     enlarge(builder, block.branch, a / b, {block.total})
     enlarge(builder, act, 1 / a, set(builder.traced.users[act]))
@@ -146,7 +152,7 @@ def _tail(builder: PlanBuilder, block: Block) -> str:
     """Return the path at the end of a block's branch, where a factor can stand.
 
     Raises:
-        NotFoldable: There is no such place, or a scalar that stays has it.
+        NotFoldable: There is no such place, or a scalar with a bias stands there and stays.
     """
     if block.tail is None:
         raise NotFoldable(no_tail(builder.anatomy, block))
@@ -160,15 +166,17 @@ def _tail(builder: PlanBuilder, block: Block) -> str:
 def _scale_freely(
     builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
 ) -> list[tuple[str, float]]:
-    """Return the factors of a block and their paths, with the weights as they are.
+    """Return the paths at which factors of a block are to be placed, and their values.
+
+    The weights are not divided by the factors, as they are in `_scale`.
 
     Args:
         builder: The plan in the making.
         block: The block.
         a: The factor of the skip.
         b: The factor of the branch.
-        owed: The factor by which the stream is divided, at each sum so far. The block's sum is
-            added.
+        owed: The factor by which the residual stream is divided, at each sum so far. The block's
+            sum is added.
 
     Raises:
         NotFoldable: A factor has no place, or is too large.
@@ -189,11 +197,11 @@ def _scale_freely(
 
 
 def _pay(builder: PlanBuilder, owed: dict[fx.Node, float]) -> None:
-    """Plan that what reads a sum multiplies it by the factor by which it is divided.
+    """Plan a factor for each reader of a divided sum, which undoes the division.
 
     Args:
         builder: The plan in the making.
-        owed: The factor by which the stream is divided, at each sum.
+        owed: The factor by which the residual stream is divided, at each sum.
     """
     for block in builder.anatomy.included_blocks:
         factor = owed.get(block.total, 1.0)
@@ -206,15 +214,16 @@ def _pay(builder: PlanBuilder, owed: dict[fx.Node, float]) -> None:
 
 
 def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float]) -> float:
-    """Return the factor by which the stream that a block's skip reads is divided.
+    """Return the factor by which the value that a block's skip adds is divided.
 
-    It is 1 if a convolution writes the stream after the last sum that divides it.
+    It is 1 if no sum above is divided, or if a convolution stands between that sum and the block's.
 
     Args:
         builder: The plan in the making.
         block: The block.
         owed: The factor by which the stream is divided, at each sum so far.
     """
+    # The search goes up the skip, which is the term of the sum that is not the branch.
     node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
     while node is not None and node not in owed and propagates_scale(builder, node):
         node = builder.traced.main_input(node)

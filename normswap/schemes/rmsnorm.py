@@ -49,7 +49,8 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
     Args:
         builder: The plan in the making.
         norm: The LayerNorm.
-        streams: The streams that are to be centred. The one that the norm reads is added.
+        streams: The residual streams whose mean over the channels is to become 0. The stream that
+            the norm reads is added, unless it is among them.
 
     Raises:
         NotFoldable: The norm cannot be replaced, or its input cannot be centred.
@@ -66,8 +67,8 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
     _add_stream(builder, values, streams)
 
     role = next(other.role for other in builder.anatomy.norms if other.path == path)
-    # Users take the input of the last norm as features, except where a class token is joined with
-    # the other tokens just before the norm.
+    # Users take the input of the last norm as features, so a note says that they lose their mean.
+    # They do not where a class token is joined with the other tokens just before the norm.
     if (
         role == "head"
         and channel_axes.is_step(builder.traced, values[0])
@@ -78,6 +79,7 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
 
     builder.replace(path, "RMSNorm")
     builder.settle(path, _becomes_one())
+    # If the norm has a beta, it moves into the linear layers that read the norm, or else it stays.
     if getattr(norm.module, "bias", None) is None:
         return
 
@@ -100,7 +102,7 @@ def _add_stream(
     Args:
         builder: The plan in the making.
         values: The inputs of a norm.
-        streams: The streams that are to be centred.
+        streams: The residual streams whose mean over the channels is to become 0.
 
     Raises:
         NotFoldable: The new stream cannot be centred.
@@ -119,4 +121,5 @@ def _add_stream(
 
 
 def _becomes_one(reason: str = "") -> Outcome:
+    """Return the outcome of a norm that becomes an RMSNorm. The reason says where its beta goes."""
     return Outcome("became RMSNorm", "becomes an RMSNorm", reason)

@@ -178,9 +178,10 @@ class FitTask:
         batches: Calls of both networks, which may be read several times. None if the user gave no
             images.
         example: One call of the networks, which shows their inputs and the size of the images.
-        after: A function of another step that returns a copy of the source after that step.
+        after: A function that carries out another step on a copy of the source, and returns the
+            copy.
         takes_part: Whether the layer at a path of the result may be changed (`only`, `skip`).
-        seed: The seed of every draw.
+        seed: The seed of all random numbers.
         progress: Called with the number of steps so far, and the total.
     """
 
@@ -230,8 +231,8 @@ class Scheme:
         paper: The paper that proposes the scheme.
         exact: Whether the function of the network is kept, or a function of the options that tells
             whether it is.
-        resets: A function of the options that tells whether a fresh network is reset, so that there
-            is nothing to fit. None if no option resets it.
+        resets: A function of the options that tells whether they reset the weights of a fresh
+            network. Then `fit` is not called. None if no option resets weights.
         fit: A function fit(task) that sets values of the result from data, in place, if the scheme
             does not keep the function. It may return notes for the user. A batch is a call,
             `batch.call(task.source)`.
@@ -241,8 +242,8 @@ class Scheme:
             settle(source, result, step) that sets the other tensors, in place, so that the function
             is kept. Synthetic images are refused.
         starts_from: The scheme that a network without norms is brought to first.
-        on_branches: Whether it places a layer at the end of residual branches, which must not end
-            in a factor of their own.
+        on_branches: Whether it places a scalar at the end of residual branches. A network whose
+            branches end in factors of their own is then folded first.
         keeps_blocks: Whether an exact result has the source's values at the ends of the residual
             blocks, too. A scheme that rescales the residual stream has other values there.
         may_do_nothing: Whether a plan without edits is allowed.

@@ -44,7 +44,8 @@ def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
 
     Args:
         anatomy: The recorded network.
-        alpha: The first value of the scalars: `match`, `inv-sqrt-depth` or a number.
+        alpha: The first value of the scalars: `match` (the standard deviation of each branch's
+            output), `inv-sqrt-depth` (1 / sqrt(number of blocks)) or a number.
     """
     return drop_no_more(scale_branches(anatomy, initial(alpha, len(anatomy.blocks))))
 
@@ -58,8 +59,9 @@ def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) ->
 
     Args:
         anatomy: The recorded network.
-        alpha: The first value of the scalars: `match`, `inv-sqrt-depth` or a number.
-        dropout: The probability of dropping a number. The paper has 0.2 on ImageNet, 0.6 on CIFAR.
+        alpha: The first value of the scalars, as in `plan`.
+        dropout: The probability that a feature is dropped. The paper has 0.2 on ImageNet, 0.6 on
+            CIFAR.
     """
     builder = scale_branches(anatomy, initial(alpha, len(anatomy.blocks)), bias=True)
     add_biases(builder)
@@ -74,6 +76,7 @@ def add_biases(builder: PlanBuilder) -> None:
     traced = builder.traced
     for path in linear_paths(builder.anatomy):
         linear = traced.linear(path)
+        # A layer that absorbs a norm, or is scaled, gets a bias by that (`layers.folded`).
         planned = builder.linears.get(path)
         gets_one = planned is not None and (bool(planned.reads) or planned.gain != 1)
         if linear.bias is not None or gets_one or isinstance(linear, nn.Linear):
@@ -118,15 +121,16 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
 
     Args:
         anatomy: The recorded network.
-        value: The first value of the scalars. None stands for the standard deviation of the
-            branch's output, which keeps the function. The branch's last convolution is divided by
-            that deviation with any value.
-        bias: Whether a scalar bias of 0 is added if an activation follows the sum. If not, the bias
-            of a scalar that is replaced goes into the branch's last convolution.
+        value: The first value of the scalars. With any value, the branch's last convolution is
+            divided by the standard deviation of the branch's output. None means that deviation,
+            which makes up for the division, so that the function is kept.
+        bias: Whether scalars with a bias of 0 are placed, in blocks with an activation after the
+            sum. If not, the bias of a scalar that is replaced goes into the branch's last
+            convolution.
     """
     check_blocks(anatomy)
 
-    # The ends of branches that have such a scalar from an earlier conversion. They stay.
+    # Learnable scalars of an earlier conversion stay if they can. These are their paths.
     modules = anatomy.traced.modules
     scaled: set[str] = set()
     for block in anatomy.included_blocks:
@@ -154,7 +158,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         elif builder.removes(block.tail):
             alpha = old.alpha.item()
             _divide(builder, *last_linear(builder, block.branch, block.total), alpha)
-        # The bias cannot move, so the scalar stays with it.
+        # The bias cannot move, so the scalar stays, and an edit planned at its path is dropped.
         else:
             builder.notes.append(
                 f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}"
@@ -162,6 +166,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             builder.replacements.pop(block.tail, None)
             continue
 
+        # Without a given value, alpha undoes what was changed in the last convolution.
         if value is not None:
             alpha = value
         place_scale(builder, block.tail, alpha, with_bias)
@@ -179,8 +184,9 @@ def _stays(module: nn.Module, bias: bool) -> bool:
 
     Args:
         module: The module at the end of a branch.
-        bias: Whether the planned scalars have biases. If they have none, a scalar that has a bias
-            stays only if its bias or its alpha is 0.
+        bias: Whether the planned scalars have biases. If they have none, the old bias must move
+            into the convolution before, where it is divided by alpha. So a scalar with a bias stays
+            only if its bias is 0 and need not move, or if its alpha is 0 and cannot divide.
     """
     return _learns(module) and (
         bias or module.bias is None or not (module.bias.any() and module.alpha.any())
@@ -221,6 +227,7 @@ def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -
     alpha = value
     if alpha is None:
         alpha = old.alpha.item()
+    # An old bias that is not 0 must stay, because the network's function depends on it.
     bias = bias or (old.bias is not None and bool(old.bias.any()))
     if alpha != old.alpha.item() or bias != (old.bias is not None):
         builder.replacements[path] = Edit(
@@ -231,10 +238,11 @@ def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -
 def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
     """Plan dropout with probability `p` before the classifier.
 
-    It goes into the network's own place for a dropout, or else into the classifier.
+    The network's own dropout before the classifier gets the probability. Without one, the
+    classifier is wrapped in a layer that drops its input (`Dropped`).
 
     Raises:
-        RefusedError: The network has neither place.
+        RefusedError: The network has no such dropout, and no classifier that can be wrapped.
     """
     path = builder.anatomy.dropout
     classifier = builder.anatomy.classifier
@@ -265,14 +273,19 @@ def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
 
 
 def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
-    """Take out the dropout that an earlier step of the plan put before the classifier."""
+    """Set the dropout that an earlier conversion put before the classifier to 0.
+
+    A dropout that no conversion changed stays.
+    """
     path = builder.anatomy.dropout
     edits = builder.anatomy.provenance.plan.edits
     planned = {edit.path for edit in edits if edit.layer == Dropout.__name__}
 
+    # A `Dropped` holds the classifier, and the dropout before it as its attribute `dropout`.
     planned |= {f"{edit.path}.dropout" for edit in edits if edit.layer == Dropped.__name__}
     if path is not None and path in planned:
         owner, _, name = path.rpartition(".")
+        # The dropout is a module with a probability `p`, or a number, such as `drop_rate`.
         dropout = getattr(builder.traced.modules[owner], name)
         if getattr(dropout, "p", dropout):
             builder.replace(path, "Dropout", p=0.0)
@@ -333,8 +346,11 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
         return 1.0
 
     reads = builder.linear(conv).reads
+    # The root mean square of the channels' deviations stands for the deviation of the output.
     rms = math.sqrt(float(deviation.square().mean()))
 
+    # With a last gamma and beta of 0, the folded convolution would be 0, and so would alpha. Then
+    # neither would get a gradient. So the convolution absorbs the norm as if gamma were 1, beta 0.
     last = (block.last or "", Absorption(AbsorbMode.AFTER))
     if rms == 0 and not mean.any() and last in reads:
         builder.notes.append(
@@ -387,12 +403,14 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
     traced = anatomy.traced
     call = traced.calls[id(traced.modules[conv])][0]
 
+    # A norm between the convolution and the end of the branch stores the moments.
     node: fx.Node | None = block.branch
     while node is not None and node is not call:
         if moments := norm_moments(anatomy, node):
             return moments
         node = traced.main_input(node)
 
+    # Without such a norm, the moments follow from those of the convolution's input.
     mean, variance = _input_moments(anatomy, call)
     linear = traced.linear(conv)
     if reparametrized.is_reparametrized(linear):
@@ -408,16 +426,17 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
 def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
     """Return mean and variance per channel of a convolution's input.
 
-    They are known if a norm and elementwise activations made the input.
+    They are known if the input is a norm's output, perhaps behind elementwise activations.
 
     Args:
         anatomy: The recorded network.
         call: The node of the convolution.
 
     Raises:
-        NotFoldable: The input was made otherwise.
+        NotFoldable: Another layer, or a function, made the input.
     """
     traced = anatomy.traced
+    # The activations between the norm and the convolution, the last one first.
     acts: list[nn.Module] = []
 
     node = traced.main_input(call)

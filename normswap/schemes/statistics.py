@@ -144,6 +144,7 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
         if not _goes_on(builder, node, linear=where == "conv"):
             continue
 
+        # Forward may be recorded on several inputs. Only the calls in one record are counted.
         shape = node.meta["shape"]
         if len([call for call in builder.traced.calls[id(conv)] if call.graph is node.graph]) > 1:
             builder.notes.append(f"{path} gets no norm: it is called more than once")
@@ -193,7 +194,7 @@ def hidden_layers(builder: PlanBuilder) -> list[str]:
 
 
 def _bends(traced: Traced, node: fx.Node) -> bool:
-    """Whether a node is an activation between layers, where sigmoid and tanh are such, too."""
+    """Whether a node is an activation. The functions sigmoid and tanh count, too."""
     module = traced.module(node)
     if module is not None:
         return is_activation(module)
@@ -202,12 +203,14 @@ def _bends(traced: Traced, node: fx.Node) -> bool:
 
 
 def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
-    """Whether a convolution's values reach an activation through channelwise steps.
+    """Whether a convolution's values reach an activation past sums, products and similar steps.
+
+    Identities, and steps that treat all channels alike (`channel_axes`), may stand between, too.
 
     Args:
         builder: The plan in the making.
         node: The node of the convolution.
-        linear: Whether reaching a convolution or linear layer is enough.
+        linear: Whether a convolution or linear layer counts as well as an activation.
     """
     traced = builder.traced
 
@@ -241,7 +244,10 @@ def _meets_norm(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
-    """Plan an empty BatchNorm in place of every norm that averages over one sample."""
+    """Plan a BatchNorm in place of every norm that takes statistics of each sample or position.
+
+    `fit_estimate` sets the tensors of the new norms.
+    """
     builder = PlanBuilder(anatomy)
     for norm in anatomy.norms:
         if norm.averages and anatomy.takes_part(norm.path):

@@ -49,7 +49,11 @@ def is_affine_norm(module: nn.Module) -> bool:
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether `register_norm` was told how to read s and t of a module, of whatever class."""
+    """Whether the table of norms has a function that reads s and t of a module.
+
+    `register_norm` gives such a function. A module that is measured to be a BatchNorm with tensors
+    of other names (`known_norms.measured_roles`) has one, too.
+    """
     return _registered_map(module) is not None
 
 
@@ -77,12 +81,18 @@ def _own_affine(module: nn.Module) -> OwnLayer | None:
 
 
 def _registered_map(module: nn.Module) -> ReadPair | None:
-    """Return the function, given to `register_norm`, that reads s and t of a module, or None."""
+    """Return the function of the table of norms that reads s and t of a module, or None.
+
+    `register_norm` or `known_norms.measured_roles` gives it.
+    """
     return getattr(known_norms.kind_of(module), "affine", None)
 
 
 def _registered_moments(module: nn.Module) -> ReadPair | None:
-    """Return the function, given to `register_norm`, that reads a norm's statistics, or None."""
+    """Return the function of the table of norms that reads a norm's statistics, or None.
+
+    `register_norm` or `known_norms.measured_roles` gives it.
+    """
     return getattr(known_norms.kind_of(module), "moments", None)
 
 
@@ -103,6 +113,7 @@ def channels(module: nn.Module) -> int:
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
         return weight.numel()
+    # A BatchNorm may have its tensors under other names.
     if known_norms.measured_roles(module) is not None:
         scale, _ = read_map(module)
         return scale.numel()
@@ -137,10 +148,10 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def _has_unknown_forward(norm: nn.Module) -> bool:
-    """Whether nothing shows that a BatchNorm's forward computes what a BatchNorm computes.
+    """Whether it is unknown that a BatchNorm's forward computes what a BatchNorm computes.
 
-    It is shown by the norm's class, if the class is known, or by a trial run, if no method of the
-    instance replaces the forward.
+    It is known if the forward is that of a known class. It is also known if a trial run shows it,
+    which does not count for an instance with a `forward` of its own.
     """
     if known_norms.is_believed(norm):
         return False
@@ -151,8 +162,8 @@ def has_average(module: nn.Module) -> bool:
     """Whether a BatchNorm can take the place of this norm and equal it for an average sample.
 
     This holds for a norm with channels in dimension 1 that takes its statistics from each sample or
-    position. Its forward must be believed. It may have no hooks, and no arithmetic in float32
-    whatever its input is.
+    position. Its forward must be that of a known class. A norm with forward hooks, or one that
+    computes in float32 whatever its input is, cannot be replaced.
     """
     kind = known_norms.kind_of(module)
     if kind is None or kind.dim != 1 or kind.single:
@@ -174,6 +185,7 @@ def read_map(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
         unit_gamma: Whether a BatchNorm is read as if gamma were 1 and beta 0. Then s and t compute
             the plain standardization (x - mean) / sqrt(var + eps).
     """
+    # normswap's own layers say themselves what they compute.
     own_layer = _own_affine(module)
     if own_layer is not None:
         return own_layer.as_affine()
@@ -256,6 +268,7 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     limit = torch.finfo(dtype).max / 1024
     is_tiny = scale.abs() < torch.finfo(dtype).tiny * 1024
     overflows = shift.abs() > scale.abs() * limit
+    # A dead channel is the constant t, whatever x is.
     dead = is_tiny | overflows
 
     magnitude = torch.where(dead, torch.ones_like(scale), scale.abs())
@@ -299,6 +312,8 @@ def moments(module: nn.Module) -> Pair:
     Args:
         module: A norm for which `has_moments` is true.
     """
+    # The formula of Ioffe & Szegedy needs the tensors weight and bias. A class whose s and t are
+    # read by a function may have others.
     if _registered_map(module) is None:
         norm = cast(BatchNorm, module)
         return output_moments(norm.running_mean, norm.weight, norm.bias)
@@ -357,7 +372,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def set_shift(norm: nn.Module, shift: Tensor, where: slice = slice(None)) -> None:
-    """Set beta of a norm, in place, so that its t is `shift` in the channels `where`.
+    """Set beta of a norm, in place, so that t of y = s * x + t is `shift` in the channels `where`.
 
     Args:
         norm: The norm.

@@ -204,13 +204,18 @@ def kind_of(module: nn.Module) -> NormKind | None:
     if registered is not None:
         return registered
 
+    # The nearest class in the table decides.
     nearest = _nearest_class(type(module))
     if nearest is _InstanceNorm and _keeps_statistics(module):
         return _TRACKED
     if nearest is not None:
         return KINDS[nearest]
+    # normswap's own layers are known, so they are not measured.
     if isinstance(module, OwnLayer):
         return None
+
+    # A class outside the table is judged by its tensors. What a module with a BatchNorm's tensors
+    # computes is asked later (`affine.refusal`). All others are measured here.
     if has_the_tensors(module):
         return _BATCH
     roles = measured_roles(module)
@@ -231,10 +236,10 @@ def _keeps_statistics(module: nn.Module) -> bool:
 
 
 def is_believed(module: nn.Module) -> bool:
-    """Whether a norm's class is enough to know what the norm computes.
+    """Whether a norm's class tells what the norm computes, so that no trial run is needed.
 
-    It is if the forward comes from a class in `KINDS`, or if the class is normswap's own or was
-    registered by the user. Otherwise the norm is run to find out.
+    The class tells it if its forward is that of a class in `KINDS`, or if the class is normswap's
+    own or was registered by the user. An instance with a `forward` of its own is never believed.
     """
     if "forward" in vars(module):
         return False
@@ -300,7 +305,8 @@ class Roles:
         return scale, tensors[self.bias].double() - mean.double() * scale
 
 
-# What was measured of a module, beside the versions of its tensors then.
+# What was measured of a module. The versions of its tensors come first: torch counts a version up
+# when a tensor is written to, and then the module is measured again.
 _MeasuredRoles: TypeAlias = tuple[tuple[int, ...], Roles | None]
 _measured: WeakKeyDictionary[nn.Module, _MeasuredRoles] = WeakKeyDictionary()
 
@@ -437,6 +443,7 @@ def _measure_at_each_position(module: nn.Module) -> NormKind | None:
     for vector in vectors.values():
         vector.copy_(torch.randn(len(vector), generator=generator, dtype=torch.float64))
 
+    # All vectors have the same length, that of the channels.
     for dim in (1, -1):
         noise = torch.randn(2, 3, 5, len(vector), generator=generator, dtype=torch.float64)
         probes: list[tuple[Tensor, object]] = []

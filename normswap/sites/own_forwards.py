@@ -26,7 +26,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Widths: TypeAlias = tuple[int, int]
 _CONV_FUNCTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding")
-# Inputs have an odd or an even number of positions beyond the kernel's reach.
+# Test inputs have an odd and an even number of positions beyond the kernel's reach.
 _EXTRA_POSITIONS = (5, 8)
 
 
@@ -88,6 +88,7 @@ def input_and_padding(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[Widths]]:
     Raises:
         TypeError: The layer calls no convolution.
     """
+    # The exception ends the forward once the call of the convolution is recorded.
     watch = _FirstConvolution()
     try:
         with watch, torch.no_grad():
@@ -107,6 +108,7 @@ def input_and_padding(layer: _ConvNd, x: Tensor) -> tuple[Tensor, list[Widths]]:
     if padding == "valid":
         padding = 0
 
+    # The padding is one number for all dimensions, or one for each.
     sides = torch.as_tensor(padding).expand(len(layer.kernel_size)).tolist()
     return watch.input, [(side, side) for side in sides]
 
@@ -179,7 +181,10 @@ def _is_as_stated(
 
 
 def pads(layer: _ConvNd) -> bool:
-    """Whether a convolution that is believed pads its input, for some size of the input."""
+    """Whether a convolution pads its input, for some size of the input.
+
+    The layer has torch's forward, or one that `computes` accepts.
+    """
     if not is_own(layer):
         return layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
 

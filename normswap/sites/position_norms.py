@@ -45,9 +45,11 @@ def channel_dim(module: nn.Module) -> int | None:
         return None
     if "forward" in vars(module):
         return None
+    # The norm was measured (`known_norms.measured_at_each_position`).
     if kind.eps is not None:
         return kind.dim
 
+    # With a longer shape the norm takes its statistics over more than the channels.
     shape: tuple[int, ...] = getattr(module, "normalized_shape", ())
     if len(shape) != 1:
         return None
@@ -59,6 +61,7 @@ def channel_dim(module: nn.Module) -> int | None:
         return measured_dim(module, shape[0], _layer_norm)
     if kind.activation:
         return None
+    # Norms of the same class may have their channels in different dimensions.
     if kind.states_dim:
         stated: int = module.dim  # type: ignore[assignment]
         return stated
@@ -82,6 +85,7 @@ def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> 
         channels: The number C of its channels.
         expected: A function of the copy and an input (..., C) that returns the expected output.
     """
+    # The answer is None unless an output turns out as expected.
     if module not in _MEASURED:
         _MEASURED[module] = None
         # This is foreign code: it may refuse to be copied, or an input of this shape.

@@ -41,8 +41,9 @@ class Site:
         shapes: The shapes of the values that it read, one for each call and recorded size.
         sizes_are_known: Whether these are the sizes that the network is used at. False where the
             network was recorded on one small input of normswap's own.
-        tensor_read: The path of a tensor of the module that forward reads by itself.
-        hidden: Why the module cannot be seen, where a module around it cannot be looked into.
+        tensor_read: The path of a tensor of the module that forward reads without calling the
+            module. None if there is none.
+        hidden: Why the recording could not see into the module around this one. None if it could.
         holder: The module that has this one as an attribute. None for the network, and where the
             module is looked at by itself.
     """
@@ -124,7 +125,10 @@ class Site:
 
     @property
     def refusal_to_measure(self) -> str | None:
-        """Why statistics that `learns_statistics` cannot be measured on images, or None."""
+        """Why the running statistics cannot be measured anew on images, or None if they can.
+
+        Only a known forward is sure to measure them in training.
+        """
         is_patched = "forward" in vars(self.module)
         is_known = type(self.module).forward in _KNOWN_IN_TRAINING
         if not is_patched and (is_known or isinstance(self.module, OwnLayer)):
@@ -182,7 +186,7 @@ class Site:
 
     @property
     def is_registered(self) -> bool:
-        """Whether `register_norm` was told how to read s and t of the module."""
+        """Whether the table of norms has a function that reads s and t of the module."""
         return affine.is_registered(self.module)
 
     @property
@@ -285,7 +289,10 @@ class Site:
 
     @property
     def refusal_of_reach(self) -> str | None:
-        """Why forward's way to the module forbids every change of it, or None."""
+        """Why the module cannot be changed, whatever its class is, or None.
+
+        The reason is how forward uses the module, or where it stands.
+        """
         if self.lacks_batch:
             return "it reads single samples, without a batch dimension"
         if self.holder is not None and _is_prepared_for_qat(self.holder):
@@ -315,7 +322,11 @@ class Site:
 
     @property
     def refusal_in_training(self) -> str | None:
-        """Why training changes more than the norm's parameters, or mixes samples, or None."""
+        """Why private or federated training refuses the norm, or None.
+
+        In training the norm would change more than its parameters, or mix the samples of a batch.
+        """
+        # Then training computes what eval mode computes.
         if self.statistics_in_training is self.statistics:
             return None
 
@@ -330,7 +341,7 @@ class Site:
 def _is_prepared_for_qat(module: nn.Module) -> bool:
     """Whether a module is one of torch.ao's that hold a convolution and the norm behind it.
 
-    It is asked by name: torch says that it will drop `torch.ao`.
+    The class is looked up by name, because torch says that it will drop `torch.ao`.
     """
     kinds = type(module).__mro__
     return any(kind.__module__.startswith("torch.ao.nn.intrinsic.qat") for kind in kinds)
