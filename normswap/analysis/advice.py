@@ -146,6 +146,7 @@ def _planned(
     Raises:
         RefusedError: The network does not admit the target.
     """
+    # A scheme that does not keep the function fits its values to images.
     scheme = schemes.get(candidate.scheme)
     is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
     options = dict(candidate.options)

@@ -112,6 +112,7 @@ def signal_propagation(
             "the network has no residual blocks", "the signal is measured after residual sums"
         )
 
+    # The measured nodes of each block, and the names of all of them.
     nodes = [
         _BlockNodes(block.total, _before_scalars(anatomy, block), block.branch)
         for block in anatomy.blocks
@@ -120,6 +121,7 @@ def signal_propagation(
     for block_nodes in nodes:
         names |= block_nodes.names
 
+    # timm's networks say by `output_fmt` if their maps are (N, H, W, C).
     moments: _Moments = {}
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     if batch_statistics:
@@ -232,6 +234,7 @@ def _add_moments(
     Raises:
         RefusedError: The network does not run on the batch, or takes another path through its code.
     """
+    # A node that this run does not reach stays in `missing`.
     missing = set(names)
 
     def add(name: str, x: object) -> None:

@@ -107,6 +107,7 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str, *, is_log: bool)
             fillstyle="none",
         )
 
+    # A logarithmic axis leaves a margin below the smallest value.
     if is_log:
         axes.set_yscale("log")
         axes.set_ylim(bottom=_span(curves, quantity)[0] / 1.6)
@@ -127,6 +128,7 @@ def over_blocks(axes: Axes, stages: Sequence[str]) -> None:
         axes: The axes.
         stages: The stage of each block. Empty if nothing is to be shaded.
     """
+    # Block n takes up the axis from n - 0.5 to n + 0.5.
     start = 0.5
     for i, (_, blocks) in enumerate(groupby(stages)):
         end = start + len(list(blocks))

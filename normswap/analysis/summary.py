@@ -170,6 +170,8 @@ def _range(values: Tensor | None) -> list[float] | None:
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
     """Describe a step of a plan.
 
+    `left`, `renames` and `report` are empty here. `of_conversion` fills them in.
+
     Args:
         step: The step.
         builder: The plan in the making, with outcomes and notes. None if the step was planned

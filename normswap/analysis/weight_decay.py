@@ -108,6 +108,7 @@ def roles(
     Raises:
         OptionError: The policy or a role is unknown.
     """
+    # A policy that is none of the names must be a collection of roles.
     if policy not in POLICIES and not set(policy) <= set(_KIM):
         unknown = [policy] if isinstance(policy, str) else sorted(set(policy) - set(_KIM))
         raise OptionError(
@@ -119,6 +120,7 @@ def roles(
         for path, role in _roles(model, network)
         if model.get_parameter(path).requires_grad
     ]
+    # `kim2022` has a reason for each role. The other policies tell only which parameters decay.
     if policy == "kim2022":
         return [Assignment(path, role, *_KIM[role]) for path, role in trainable]
 
@@ -236,6 +238,7 @@ def param_groups(
         if scalar_lr_scale is not None and assignment.role in SCALARS:
             scale *= scalar_lr_scale
 
+        # Parameters with the same decay and the same scale are one group.
         key = (assignment.decay, scale)
         if key not in groups:
             groups[key] = _empty_group(weight_decay, decays=assignment.decay, lr=lr, scale=scale)
@@ -380,6 +383,7 @@ def _tuned_norms(model: nn.Module) -> dict[str, str]:
 
 def _ends(path: str, block: Block, anatomy: Anatomy) -> bool:
     """Whether the norm at a path ends a block's branch: no linear layer stands behind it."""
+    # From the end of the branch upwards, the norm or a linear layer is met first.
     for node in anatomy.traced.upwards(block.branch):
         if str(node.target) == path or isinstance(anatomy.traced.module(node), LINEAR):
             return str(node.target) == path

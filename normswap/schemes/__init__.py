@@ -49,6 +49,8 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
     if name in {*TARGETS, *PURPOSES, *STEPS, *_registered, "unfold"}:
         raise OptionError(f"there is a scheme '{name}' already", remedy="Give yours another name")
 
+    # A record without options or a summary gets them from the plan function: an option from each
+    # keyword-only argument, and the summary from the docstring's first line.
     keywords = [
         p for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY
     ]
@@ -71,6 +73,7 @@ def _kind_of(default: object) -> type:
 
 def names() -> list[str]:
     """Return the names of the schemes that one can convert to, as `--to` takes them."""
+    # Installed packages register their schemes when their entry points are loaded.
     plugins.load("normswap.schemes")
     return sorted([*TARGETS, *_registered])
 
@@ -168,6 +171,7 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
     names_of: dict[str, tuple[Option, list[str]]] = {}
     plugins.load("normswap.schemes")
     for name, scheme in {**TARGETS, **_registered}.items():
+        # `known` is the option as the schemes before have described it, and `owners` are these.
         for option in scheme.options:
             known, owners = names_of.get(option.name, (option, []))
             if option.help not in known.help:

@@ -28,6 +28,8 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
         conv = conv_before(builder, site)
         args: Body = {"alpha": float(bend)}
         sentence = "becomes a Dynamic Tanh"
+        # If the convolution before cannot absorb mean and deviation, a scale and shift in front of
+        # the tanh (`lead`) holds them.
         if conv is None:
             args["lead"] = True
             sentence += " behind a scale and shift"

@@ -146,6 +146,7 @@ def _padding(
 
     if reparametrized.keeps_input_bias(conv):
         raise NotFoldable("its scalar input bias cannot pass the padding")
+    # A filter of one number would be 0 without its mean.
     if conv.weight[0].numel() < 2 or conv.padding_mode != "zeros":
         raise NotFoldable("filters of one number, or padding that is not zeros")
 

@@ -83,6 +83,7 @@ def plan(
             is divided by.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
+    # The number of groups of each norm, by path.
     counts: dict[str, int] = {}
     for path, site in norms.items():
         channels = site.channels
@@ -112,6 +113,8 @@ def plan(
         )
 
         if path in large_eps:
+            # The channels are rescaled by the convolution before the norm. If that cannot absorb a
+            # scale and shift, a `ChannelAffine` in front of the norm (`lead`) rescales them.
             args["eps"] = large_eps[path]
             conv = conv_before(builder, norms[path])
             if conv is None:

@@ -57,7 +57,8 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
         # With `dims` a `SiteNorm` becomes torch's own BatchNorm, which has no ghost batches.
         dims = {} if ghost_batch else dimensions(anatomy, path)
 
-        # A norm of ours is also replaced where torch's own BatchNorm would do.
+        # Only a `SiteNorm` can have ghost batches. One that needs none is replaced by torch's own
+        # BatchNorm, unless it applies an activation.
         has_same_ghosts = not ghost_batch
         if isinstance(module, SiteNorm):
             becomes_torchs_own = bool(dims) and module.act is None

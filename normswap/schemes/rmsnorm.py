@@ -30,6 +30,7 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
         remedy = f"`{spelled('to', 'layernorm')}` turns BatchNorm into one"
         raise RefusedError("the network has no LayerNorm", remedy=remedy)
 
+    # No norm is folded, only what earlier conversions left.
     builder = fold_norms(anatomy, leave=[norm.path for norm in anatomy.norms])
     streams: list[residual_stream.Stream] = []
     for path, norm in norms.items():

@@ -99,11 +99,14 @@ class Option:
         Raises:
             OptionError: The option does not take this value.
         """
+        # One of the choices is taken as it is. So is any value, if the option has neither choices
+        # nor numbers.
         is_number = self.kind in (int, float, object)
         if value in self.choices or not (is_number or self.choices):
             return value
         if is_number and self._is_number(value):
             return value if self.kind is int else float(value)
+        # The rest says in the error what the option takes.
         allowed = [repr(choice) for choice in self.choices]
         if self.kind is int:
             allowed.append(
@@ -123,6 +126,7 @@ class Option:
                 value = float(value)
             except ValueError:
                 return False
+        # In Python True and False are instances of int.
         if isinstance(value, bool) or not isinstance(
             value, int if self.kind is int else int | float
         ):
@@ -151,6 +155,7 @@ def check_given(
         raise OptionError(f"scheme '{scheme}' has no option {_listed(unknown)}", why)
     for option in options:
         value = checked[option.name] = option.check(values.get(option.name, option.default))
+        # Two options that say the same count as given if they differ from their defaults.
         other = by_name.get(option.instead_of)
         if (
             other

@@ -287,6 +287,7 @@ def activation(module: nn.Module) -> nn.Module | None:
     if kind is None or not kind.activation:
         return None
 
+    # timm's norms have an Identity where they apply no dropout or no activation.
     layers: list[nn.Module] = []
     for name in ("drop", "act"):
         layer = getattr(module, name, None)
@@ -354,10 +355,12 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     for name in ("eps", "momentum"):
         if hasattr(module, name):
             value = getattr(module, name)
+            # A tensor cannot hold None.
             if value is None:
                 value = float("nan")
             recorded[name] = torch.tensor(value, dtype=torch.float64)
 
+    # These cannot be computed from the other tensors without the functions of the class.
     if _registered_map(module) is not None and has_moments(module):
         mean, var = statistics(module)
         output_mean, output_std = moments(module)

@@ -349,6 +349,7 @@ def measured_roles(module: nn.Module) -> Roles | None:
         return None
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return None
+    # Tensors on "meta" have no values that could be measured.
     tensors = _vectors(module)
     is_whole = len(tensors) == 4 and len({len(tensor) for tensor in tensors.values()}) == 1
     if not is_whole or any(tensor.is_meta for tensor in tensors.values()):
