@@ -87,6 +87,7 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         anatomy: The recorded network.
         folding: The plan that folds every norm, which says what would become of this one.
     """
+    # The moments of the norm's output, or those of the BatchNorm that once stood there.
     site = norm.site
     mean: Tensor | None = None
     std: Tensor | None = None
@@ -102,6 +103,7 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
     if not site.is_affine_norm:
         refused = refused or site.refusal
     outcome = folding.outcomes.get(norm.path)
+    # How much of variance + eps is the same for every sample. The norm removes the rest.
     constant = constant_share(norm, anatomy)
     return {
         "path": norm.path,

@@ -406,6 +406,7 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
     # The copy shares the tensors.
     tensors = [*nn.Module.parameters(model), *nn.Module.buffers(model)]
     twin = copying.duplicate(model, {id(tensor): tensor for tensor in tensors})
+    # A key of the record is the path of a norm and the name of a tensor. Each norm has one mean.
     for key, mean in record.norms.items():
         path, _, name = key.rpartition(".")
         if name == "running_mean":

@@ -150,6 +150,8 @@ def _padding(
     if conv.weight[0].numel() < 2 or conv.padding_mode != "zeros":
         raise NotFoldable("filters of one number, or padding that is not zeros")
 
+    # timm's `Conv2dSame` pads in its own way, and has a standardized counterpart that does the
+    # same. Any other convolution must pad in a way that torch's `padding` can express.
     same = issubclass(reparametrized.plain_class(conv), Conv2dSame)
     padding: str | tuple[int, ...] | None = conv.padding
     if not same:
@@ -186,6 +188,7 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
     builder = fold_norms(anatomy)
     modules = anatomy.traced.modules
 
+    # A layer that cannot be changed stays, and its reason becomes a note.
     count = 0
     reasons: list[str] = []
     for path in linear_paths(anatomy):

@@ -57,6 +57,8 @@ def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
         builder: The plan in the making.
         merge: The branches of one sum, with the convolution that stays.
     """
+    # The convolution that stays absorbs the other branches, and the layer behind the sum if there
+    # is one to absorb.
     reads = list(merge.others)
     takes = [Absorption(AbsorbMode.SUM)] * len(merge.others)
 
@@ -74,6 +76,7 @@ def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
         "merged with branches", f"merges into {merge.main}, with the branches beside it"
     )
 
+    # Only norms and other affine layers have outcomes, convolutions have none.
     for path in reads:
         if builder.anatomy.site(path).is_affine:
             builder.settle(path, merged)

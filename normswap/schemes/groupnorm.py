@@ -150,6 +150,7 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
         channels: The number of its channels.
         groups: The wanted number of groups.
     """
+    # Groups of one channel would erase each channel's mean, so they are made larger.
     count = nearest_divisor(channels, groups)
     if count == channels > 1:
         count = nearest_divisor(channels, channels // 2)

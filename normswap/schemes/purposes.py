@@ -65,6 +65,7 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
         if path not in builder.refusals and path not in builder.replacements:
             _refuse_buffers(builder, path, module)
 
+    # Functions may write in place, too. They get a copy of a learning layer's output to write into.
     for node in traced.nodes:
         if overwrites(traced, node):
             _copy_before(builder, node)

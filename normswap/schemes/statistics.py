@@ -178,6 +178,7 @@ def hidden_layers(builder: PlanBuilder) -> list[str]:
         if path in paths or not builder.anatomy.takes_part(path):
             continue
 
+        # What reads the layer's value, directly or through identities such as dropout.
         reading = readers(builder, node, builder.is_identity)
         activates = any(_bends(traced, reader) for reader in reading)
         goes_on = any(traced.depends(later, on=node) for later in calls if later is not node)

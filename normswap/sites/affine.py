@@ -190,6 +190,7 @@ def read_map(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
     if own_layer is not None:
         return own_layer.as_affine()
 
+    # A function of the table of norms reads s and t with gamma and beta in them.
     registered = _registered_map(module)
     if registered is not None and not unit_gamma:
         scale, shift = registered(module)

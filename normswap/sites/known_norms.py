@@ -190,6 +190,7 @@ def register_norm(
         remedy = "Say how it reads: affine=lambda module: (scale, shift), or per_sample=True"
         raise OptionError(f"{kind.__name__} is no BatchNorm", remedy=remedy)
 
+    # Where the class takes its statistics from in eval mode, and then in training.
     source = Statistics.SAMPLE if per_sample else Statistics.NONE
     if statistics is not None or issubclass(kind, _BatchNorm):
         source = Statistics.POPULATION
@@ -416,6 +417,7 @@ def measured_at_each_position(module: nn.Module) -> NormKind | None:
         return None
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return None
+    # All tensors must be vectors of one length, called weight and bias, or weight alone.
     vectors = _vectors(module)
     if _owned(module).keys() != vectors.keys() or vectors.keys() not in _NAMES_AT_EACH_POSITION:
         return None

@@ -300,12 +300,14 @@ class Site:
                 f"the {type(self.holder).__name__} around it folds it anew in each forward, for"
                 " quantization-aware training: convert the network before `prepare_qat`"
             )
+        # Forward would still read the tensor if another module stood here.
         if self.tensor_read and not self.path:
             return "it is the whole network, where no layer can stand: wrap it in nn.Sequential"
         if self.tensor_read and self.called:
             return f"{self.tensor_read} is read in forward, not only by the norm itself"
         if self.tensor_read:
             return f"forward reads {self.tensor_read} by itself and does not call the module"
+        # A module that is not called may be inside one that could not be recorded.
         if not self.called:
             return self.hidden
         return None
