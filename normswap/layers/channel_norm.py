@@ -62,7 +62,7 @@ KINDS[ChannelLayerNorm] = at_each_position(1)
 class BareNorm(PlannedLayer):
     """A LayerNorm or RMSNorm of the same class, without gamma and beta.
 
-    In place of one of a user's own class stands one of torch's class, or of normswap's.
+    A norm of a user's own class becomes torch's LayerNorm, or one of the classes above.
     """
 
     @classmethod
@@ -83,7 +83,7 @@ class BareNorm(PlannedLayer):
 
         Args:
             old: The hand-written norm.
-            eps: Its epsilon, which it does not state under a name that is known.
+            eps: Its epsilon, which was measured (`NormKind.eps`).
             centres: Whether it subtracts the mean.
         """
         gamma, _ = gamma_and_beta(old)
@@ -101,7 +101,7 @@ class BareNorm(PlannedLayer):
 class RMSNorm(PlannedLayer):
     """The RMSNorm that equals a LayerNorm on values of mean zero.
 
-    It is torch's own, or a `ShiftedRMSNorm` where beta stays or the channels are not last.
+    It is torch's own, or a `ShiftedRMSNorm` if beta stays or dimension 1 holds the channels.
     """
 
     @classmethod

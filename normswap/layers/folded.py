@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# A layer has the bias that folding makes, or gets one of 0 if it would have none, or has none.
+# What becomes of the bias that folding makes: `keep` leaves it as it is, also if there is none;
+# `add` adds a bias of 0 if there is none; `drop` removes it.
 BiasChange: TypeAlias = Literal["keep", "add", "drop"]
 
 
@@ -100,6 +101,8 @@ def _absorbing(
     """
     if next(nn.Module.parameters(old), None) is None:
         raise TypeError(f"a {type(old).__name__} has no weight to fold into")
+
+    # The copy has the dtype of the parameters, unless everything is in float64.
     dtype = next(nn.Module.parameters(old)).dtype
     if like.dtype == torch.float64:
         dtype = like.dtype
@@ -185,7 +188,8 @@ class Folded(PlannedLayer):
         weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
         old.weight.copy_(torch.where(dead, original.double(), weight))
 
-        # Each norm computed t + s b before training, so beta takes up what the new bias adds.
+        # For a norm s x + t behind the layer, folding made the bias s b + t. So t is set to the
+        # trained bias minus s b, by beta. If the bias did not change, beta stays exactly as it is.
         for norm, channels in norms_after:
             scale, shift = (value[channels] for value in affine.read_map(norm))
             offset = scale * copying.doubled(old.bias, torch.zeros_like(scale))

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def _mark_for_timm(norm: Any, num_features: int) -> None:
-    """Set the attributes that timm's `unfreeze_batch_norm_2d` reads, as its opposite does."""
+    """Set the attributes that timm's `unfreeze_batch_norm_2d` reads from a frozen norm.
+
+    timm's `freeze_batch_norm_2d` sets them in the same way.
+    """
     norm.num_features = num_features
     norm.affine = True
 

@@ -1,4 +1,4 @@
-"""A BatchNorm put behind a convolution or linear layer, set so that it undoes its statistics."""
+"""A BatchNorm put behind a layer, whose gamma and beta undo its own normalization at first."""
 
 from __future__ import annotations
 

@@ -108,14 +108,23 @@ def _add_term(weight: Tensor, main: _ConvNd, other: nn.Module) -> Tensor:
 
 
 def _at_tap(kernel: Tensor, tap: Sequence[int]) -> Tensor:
-    """Return a view (O, I) of the kernel (O, I, ...) at one tap."""
+    """Return a view (O, I) of the kernel (O, I, ...) at one tap.
+
+    Each `select` drops the last dimension, so the last index of the tap is used first.
+    """
     for index in reversed(tap):
         kernel = kernel.select(-1, index)
     return kernel
 
 
 def _add_scale(weight: Tensor, main: _ConvNd, scale: Tensor) -> None:
-    """Add a skip to `weight`, the kernel of `main`: scale (O,) times the input, at offset 0."""
+    """Change a kernel, in place, so that the convolution adds scale * x to its output.
+
+    Args:
+        weight: The kernel of `main`, (O, I / groups, ...), in float64.
+        main: The convolution. One tap of its kernel reads x at offset 0 (`tap_offsets`).
+        scale: The factor of each channel, (O,).
+    """
     channel = torch.arange(len(weight), device=weight.device)
     center_tap = [side.index(0) for side in tap_offsets(main)]
 

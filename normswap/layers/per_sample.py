@@ -87,7 +87,7 @@ class GroupNorm(PlannedLayer):
 
 
 def _check_groups(channels: int, groups: int) -> None:
-    """Raise ValueError where channels cannot be parted into so many groups of one size."""
+    """Raise ValueError if the channels cannot be divided into `groups` groups of equal size."""
     if channels % groups:
         raise ValueError(f"{channels} channels have no {groups} groups of one size")
 
@@ -128,9 +128,10 @@ class Rescaled(PlannedLayer):
 
 
 class Recentred(PlannedLayer):
-    """The BatchNorm behind a `Rescaled` convolution or a lead, set to the rescaled input.
+    """The BatchNorm adapted to an input that the layer in front of it has rescaled.
 
-    The layer in front and the norm together compute what convolution and norm computed before.
+    That layer is a `Rescaled` convolution, or a lead: a `ChannelAffine` put in front of the norm.
+    Together with the norm it computes what convolution and norm computed before.
     """
 
     @classmethod
@@ -149,6 +150,7 @@ class Recentred(PlannedLayer):
             new: Any = SiteNorm.replacing(old, like=like)
         else:
             new = copying.duplicate(old, {})
+        # Without an eps, nothing in front of the norm is rescaled (`GroupNorm.replacing`).
         if eps is None:
             return cast(nn.Module, new)
 
@@ -247,6 +249,8 @@ def rescaling_layer(
 ) -> Linearity | ChannelAffine:
     """Return the layer that rescales the input of a norm: its lead, or the convolution before it.
 
+    A lead is a `ChannelAffine` in front of the norm, in one `Chain` with it (`with_lead`).
+
     Args:
         network: The converted network.
         path: The path of the norm.
@@ -259,20 +263,20 @@ def rescaling_layer(
 
 
 def without_lead(norm: nn.Module) -> Any:
-    """Return the norm behind its lead, or the module itself if it has no lead."""
+    """Return the norm behind its lead (`with_lead`), or the module itself if it has no lead."""
     if isinstance(norm, Chain):
         return norm.then
     return norm
 
 
 def with_lead(scale: Tensor, offset: Tensor, norm: nn.Module, *, lead: bool) -> nn.Module:
-    """Return the norm itself, or with `lead` the norm behind a `ChannelAffine`.
+    """Return the norm itself, or the norm with a lead: a `ChannelAffine` in front of it.
 
     Args:
-        scale: The lead's scale (C,).
-        offset: The lead's shift (C,).
+        scale: The scale (C,) of the lead.
+        offset: The shift (C,) of the lead.
         norm: The norm.
-        lead: Whether the norm gets a lead.
+        lead: Whether the norm gets a lead. Otherwise scale and offset are not used.
     """
     if not lead:
         return norm

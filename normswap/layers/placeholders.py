@@ -13,7 +13,7 @@ from normswap.sites.affine import copied_activation
 
 
 class Vacant(PlannedLayer, OwnLayer):
-    """Takes the place of a norm: y = act(x), or x where the norm had no activation."""
+    """What is left of a norm that is gone: y = act(x), or x if the norm had no activation."""
 
     OUTCOME = "gone"
 
@@ -78,14 +78,15 @@ def chained(inner: nn.Module, then: nn.Module) -> Chain:
     has_one_argument = len(parameters) == 1 and all(
         parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters
     )
-    # TorchScript takes no open list of arguments, so the plain class is used where it can be.
+    # TorchScript does not compile a forward with *args, so `OpenChain` is used only if it must be.
     return Chain(inner, then) if has_one_argument else OpenChain(inner, then)
 
 
 class Copy(PlannedLayer, OwnLayer):
     """Returns a copy of its input, which the next layer may overwrite.
 
-    A module with backward hooks forbids that its own output is overwritten.
+    Behind a module with backward hooks this is needed: autograd forbids that the output of such a
+    module is overwritten.
     """
 
     def forward(self, x: Tensor) -> Tensor:

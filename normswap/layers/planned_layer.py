@@ -115,8 +115,9 @@ def per_channel(value: Tensor, x: Tensor) -> Tensor:
     return _shaped(value, x)
 
 
-# A symbolic trace does not know the number of dimensions of a value, so it must not look inside.
+# A symbolic trace does not know `x.ndim`. So `fx.wrap` makes it record a call of this function
+# instead of running the function.
 @fx.wrap
 def _shaped(value: Tensor, x: Tensor) -> Tensor:
-    # A list of sizes, as TorchScript knows no tuple of unknown length.
+    # The sizes are a list, because TorchScript knows no tuple of unknown length.
     return value.view([1, -1] + [1] * (x.ndim - 2)).to(x.dtype)

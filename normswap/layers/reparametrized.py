@@ -1,4 +1,4 @@
-"""Linear layers whose weight is computed at each step, and their plain equals in eval mode.
+"""Linear layers that compute their weight in each forward, and their plain equals in eval mode.
 
 These are weight standardization (timm's `StdConv2d`, and `ScaledStdConv2d` of NF networks, Brock et
 al. 2021, arXiv:2101.08692), torch's weight norm and spectral norm, BatchNorm in tune mode
@@ -52,7 +52,8 @@ class Gain(OwnLayer):
 class Standardized(OwnLayer):
     """Base of convolutions with scaled weight standardization and timm's parameters.
 
-    `mean` (O,), divided by sqrt(fan_in), is added to the standardized filters, or is None.
+    If the parameter `mean` (O,) is not None, mean / sqrt(fan_in) is added to the standardized
+    filters, one number to each.
     """
 
     ROLES = {"mean": "filter_mean"}
@@ -169,7 +170,8 @@ _KNOWN_PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._Spect
 
 
 def is_reparametrized(module: nn.Module) -> bool:
-    """Whether the weight of a linear layer is computed at each step, in a known way."""
+    """Whether a linear layer computes its weight in each forward, in a way known here."""
+    # A forward that was set on the instance may compute anything.
     if "forward" in vars(module):
         return False
     if parametrize.is_parametrized(module):
@@ -177,6 +179,7 @@ def is_reparametrized(module: nn.Module) -> bool:
     if isinstance(module, Standardized):
         return True
 
+    # A subclass with a forward of its own may compute anything, too.
     kinds = (*_STANDARDIZED, TunedConv2d, InputBiased)
     known_forwards = {kind.forward for kind in kinds}
     return isinstance(module, kinds) and type(module).forward in known_forwards
@@ -278,7 +281,7 @@ def effective(conv: nn.Module) -> Tensor:
     weight: Tensor = flat.reshape_as(layer.weight)
     if keeps_mean(layer):
         mean = layer.mean * layer.scale
-        # A symbolic trace knows no shape of the weight, and the kernel's is a plain number.
+        # A symbolic trace does not know the weight's shape, but `kernel_size` is a plain tuple.
         weight = weight + mean.view(-1, 1, *(1,) * len(layer.kernel_size))
     return weight
 

@@ -63,9 +63,9 @@ class Scale(PlannedLayer, OwnLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, bias: bool = False, fresh: bool = False
     ) -> nn.Module:
-        """Return the scalar.
+        """Return the scalar that ends a residual branch, in place of the module that ended it.
 
-        If it replaces a norm with an activation, the activation is kept in front of the scalar.
+        If that module is a norm with an activation, the activation is kept in front of the scalar.
 
         Args:
             old: The module that ends the branch. If it is a `Scale`, its bias is kept.
@@ -81,8 +81,8 @@ class Scale(PlannedLayer, OwnLayer):
         act = affine.copied_activation(old)
         if act is None:
             return scale
-        # Without the norm, the activation gets a tensor that other layers may read, too, so it must
-        # not write into it. `Vacant` says that a norm stood here.
+        # Without the norm, the activation reads a tensor that other layers may read, too. So it
+        # must not work in place. `Vacant` says that a norm stood here.
         return Chain(Vacant(out_of_place(act)), scale)
 
 
@@ -116,7 +116,12 @@ class ScalarBias(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> ScalarBias:
-        """Return the bias before an activation: the one at the path, or that of the norm there."""
+        """Return a bias of 0, followed by the activation.
+
+        Args:
+            old: The activation, or a norm that has one.
+            like: An empty tensor with the dtype and device of the bias.
+        """
         act = affine.copied_activation(old)
         if is_activation(old):
             act = copy.deepcopy(old)
@@ -139,7 +144,7 @@ class Shifted(PlannedLayer):
     ) -> nn.Module:
         """Return the folded layer (`folded`), which adds a learnable scalar to its input."""
         new = folded(old, reads, like=like, **fold_options)
-        # A bias that folding put on the input is the scalar.
+        # If `old` adds a learnable scalar to its input already, so does its copy.
         if isinstance(new, reparametrized.InputBiased):
             return new
         return reparametrized.InputBiased.of(new)

@@ -1,7 +1,8 @@
 """The BatchNorm that normswap places: kept, put back where a norm was, or with ghost batches.
 
-It is torch's own class wherever that computes the same, as other programs know that one alone:
-torch.fx keeps it as a layer, which goes to eval mode, and does not trace into its forward.
+If torch's own BatchNorm computes the same, torch's class is placed, because other programs know no
+other. For example, torch.fx keeps a module of torch's as one layer, which can go to eval mode, and
+traces into the forward of any other.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         """Return the sizes of the batches into which `count` samples are split in training."""
         if not self.ghost:
             return [count]
+        # The samples that fill no ghost batch of their own join the last one.
         whole = max(count // self.ghost, 1)
         return [self.ghost] * (whole - 1) + [count - self.ghost * (whole - 1)]
 
@@ -125,10 +127,10 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
     ) -> _BatchNorm:
         """Return the BatchNorm that computes what `old` does.
 
-        It is torch's own where it has neither an activation nor ghost batches.
+        It is of torch's own class if it has neither an activation nor ghost batches.
 
         Args:
-            old: The norm, or what stands where a norm was.
+            old: The norm, or the layer that stands where a norm was.
             like: An empty tensor with the model's dtype and device, used if `old` has no tensor.
             ghost: The number of samples that share their statistics in training. 0 means all.
             mean: The measured mean of the norm's input, per channel.
@@ -182,10 +184,12 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         new = cls(len(input_mean), eps=eps, momentum=momentum, ghost=ghost, act=act)
         new.to(empty_like_norm(old, like))
         new.num_batches_tracked.fill_(recorded["num_batches_tracked"])
+        # A norm that is kept has a BatchNorm's tensors, unless a user registered it as a norm.
         if not is_measured and not affine.is_registered(old):
             copy_tensors(old, new)
             return new
 
+        # The norm is to compute s x + t: the identity, unless `old` has a map of its own.
         scale = torch.ones_like(new.weight)
         shift = torch.zeros_like(new.weight)
         has_map = isinstance(old, OwnLayer) and old.PER_CHANNEL
