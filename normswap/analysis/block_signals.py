@@ -80,6 +80,7 @@ class _BlockNodes:
 
     @property
     def names(self) -> set[str]:
+        """The names of the three nodes."""
         return {self.total.name, self.branch_end.name, self.added.name}
 
 

@@ -53,7 +53,7 @@ def of_network(network: Network, source: str) -> Body:
 
 
 def parameters(model: nn.Module) -> int:
-    """Return the number of trainable values. A shared tensor counts once."""
+    """Return the number of values of all parameters. A shared tensor counts once."""
     return sum(parameter.numel() for parameter in nn.Module.parameters(model))
 
 
@@ -63,7 +63,7 @@ def _norm_classes(model: nn.Module) -> Counter[str]:
 
 
 def sizes(model: nn.Module) -> dict[str, int]:
-    """Return the numbers of normalization layers and of trainable values."""
+    """Return the number of norms (`norms`) and of values of all parameters (`parameters`)."""
     return {"norms": _norm_classes(model).total(), "parameters": parameters(model)}
 
 

@@ -35,7 +35,7 @@ class Function:
 
 
 def _has(option: str, value: str) -> Callable[[Options], bool]:
-    """Return a function of the options that tells whether one has a value."""
+    """Return a function of a dict of options, which tells whether `option` has this value."""
     return lambda options: bool(options[option] == value)
 
 

@@ -42,7 +42,9 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Choose the factors of the channels. With images, then fit convolutions, gammas and betas.
+    """Choose a factor for each channel before its tanh. With images, also fit the other values.
+
+    The other values are those of the convolutions, gammas and betas.
 
     Args:
         task: The source, the result and the images.

@@ -45,9 +45,9 @@ def without_norms(anatomy: Anatomy) -> PlanBuilder:
 
 
 def _remove(builder: PlanBuilder, path: str) -> None:
-    """Plan that a norm becomes the identity, and the activation behind it leaves its input alone.
+    """Plan that a norm becomes the identity, and that the activation behind it works out of place.
 
-    What the activation then reads may be the residual stream, which the skip reads as well.
+    The activation may now read the residual stream, which the skip reads as well.
     """
     traced = builder.traced
     builder.replace(path, "Vacant", in_place=False)
@@ -100,7 +100,7 @@ def scale_readers(builder: PlanBuilder, node: fx.Node, factor: float) -> None:
 
 
 def _passes(builder: PlanBuilder, path: str) -> bool:
-    """Whether the module at a path, once the plan is carried out, passes a positive factor."""
+    """Whether f(c x) = c f(x) for the module at a path and c > 0, once the plan is carried out."""
     if builder.removes(path):
         return is_homogeneous(builder.anatomy.site(path).activation)
     return is_homogeneous(builder.traced.modules[path])

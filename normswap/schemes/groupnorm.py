@@ -37,7 +37,7 @@ def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
 
 
 def fit(task: FitTask) -> None:
-    """Choose the rescaling before each norm. With images, then fit layer by layer.
+    """Choose sign and scale of each channel before its norm. With images, also fit each layer.
 
     Args:
         task: The source, the result and the images.

@@ -91,7 +91,7 @@ def _place(builder: PlanBuilder, block: Block, stream: fx.Node | None, factor: f
 
 
 def gamma_before(builder: PlanBuilder, path: str) -> float:
-    """Return the gamma of the activation that a convolution reads, or 1 if it reads none.
+    """Return the factor `gamma` of the activation that a convolution reads, or 1 if it reads none.
 
     Args:
         builder: The plan in the making.

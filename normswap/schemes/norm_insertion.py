@@ -83,6 +83,7 @@ def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
     """
 
     def freeze(builder: PlanBuilder, site: Site) -> None:
+        """Keep a norm that is frozen already, and replace any other."""
         if site.is_frozen:
             builder.settle(site.path, FROZEN_ALREADY)
         else:
@@ -99,6 +100,7 @@ def plan_affine(anatomy: Anatomy) -> PlanBuilder:
     """
 
     def keep_the_map(builder: PlanBuilder, site: Site) -> None:
+        """Replace a norm by the scale and shift that it applies in eval mode."""
         builder.replace(site.path, ChannelAffine.__name__)
         builder.settle(site.path, left_affine("its own map"))
 
@@ -115,6 +117,7 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
     """
 
     def keep_in_place(builder: PlanBuilder, site: Site) -> None:
+        """Replace a norm by one with frozen statistics, whose gamma and beta learn."""
         builder.replace(site.path, "EvalNorm")
         builder.settle(site.path, KEEPS_STATISTICS)
 

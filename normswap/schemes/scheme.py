@@ -285,7 +285,7 @@ class Scheme:
         return {option.name: option.default for option in self.options}
 
     def is_exact(self, options: Options) -> bool:
-        """Whether the function is kept with these options, all of which must be given."""
+        """Whether a conversion keeps the network's function. All options must be given."""
         if callable(self.exact):
             return self.exact(options)
         return self.exact
@@ -321,5 +321,5 @@ class Chosen:
 
     @property
     def measures(self) -> bool:
-        """Whether its `fit` measures statistics on images, and `settle` keeps the function."""
+        """Whether `fit` measures statistics on images, and `settle` then restores the function."""
         return self.scheme.settle is not None

@@ -175,7 +175,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
 
 
 def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
-    """Whether a module is the scalar of a branch, and learns."""
+    """Whether a module is a learnable scalar at the end of a residual branch."""
     return scales_branch(module) and module.learns
 
 

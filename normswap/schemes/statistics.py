@@ -216,6 +216,7 @@ def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
     traced = builder.traced
 
     def passes(reader: fx.Node) -> bool:
+        """Whether a node is a sum, product or similar step, whose own readers count as well."""
         treats_alike = is_add(reader) or is_mul(reader) or channel_axes.is_step(traced, reader)
         return builder.is_identity(reader) or treats_alike
 
@@ -258,7 +259,7 @@ def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
 
 
 def fit_estimate(task: FitTask) -> None:
-    """Set each BatchNorm to what the norm in its place does on average.
+    """Fit each new BatchNorm to the norm that stood there, so that both agree on average.
 
     Args:
         task: The source, the result and the images.

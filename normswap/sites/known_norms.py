@@ -410,8 +410,8 @@ _measured_at_each_position: WeakKeyDictionary[nn.Module, NormKind | None] = Weak
 def measured_at_each_position(module: nn.Module) -> NormKind | None:
     """Return the kind of a LayerNorm or RMSNorm of an unknown class, or None if it is none.
 
-    Only a module is measured whose tensors have the names and shapes of such a norm's. It is
-    measured once, as the values of its tensors do not matter.
+    A module is measured only if its tensors have the names and shapes of such a norm's. It is
+    measured once, because the values of its tensors do not matter.
     """
     if isinstance(module, torch.jit.ScriptModule) or module._modules or module._buffers:
         return None
