@@ -141,7 +141,8 @@ def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) ->
         if whole and _defines_copying(module) and _deepcopied(module, memo):
             continue
 
-        # All shells are made first, so that attributes that point to modules find their copies.
+        # A shell is an instance of the module's class without attributes. All shells are made
+        # first, so that attributes that point to modules find their copies in `memo`.
         shell = module
         if not isinstance(module, torch.jit.ScriptModule):
             shell = object.__new__(type(module))
@@ -232,7 +233,7 @@ def _copied_entries(table: dict[Any, Any], memo: Memo, whole: bool) -> dict[Any,
         whole: Whether tensors that are neither parameters nor buffers are copied too.
     """
     entries = {}
-    # Most of the time goes here, so that a call is saved where an entry never changes.
+    # Copying spends most of its time here, so no function is called for a value that never changes.
     for key, value in table.items():
         if type(key) not in _ATOMS:
             key = _copied(key, memo, whole)
@@ -258,7 +259,8 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
     if isinstance(value, Tensor) and not whole:
         return value
 
-    # A container that refers to itself finds its copy in `memo` before that is filled.
+    # The copy of a container goes into `memo` before it is filled, since the container may hold
+    # itself.
     if kind in (dict, OrderedDict):
         table: dict[object, object] = kind()
         memo[id(value)] = table

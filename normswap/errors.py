@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# Whether the reader of a message has typed a command line.
+# Whether messages are for somebody who has typed a command line. Otherwise they are for a caller in
+# Python.
 _TYPED: ContextVar[bool] = ContextVar("typed", default=False)
-# On the command line these options have another name than in Python.
+# The names on the command line of options that have another name in Python.
 _FLAGS = {"purpose": "for", "arch_args": "arch-arg", "dtype": "precision", "size": "input-size"}
 
 
@@ -128,7 +129,7 @@ def by_reason(reasons: Mapping[str, str], whole: str, most: int = 3) -> str:
 
     Args:
         reasons: The reason for each path.
-        whole: How the network as a whole is called, whose path is empty.
+        whole: The words for the network itself, which are shown in place of its empty path.
         most: How many reasons, and how many paths of each, are shown at most.
     """
     paths: dict[str, list[str]] = {}
@@ -143,7 +144,7 @@ def by_reason(reasons: Mapping[str, str], whole: str, most: int = 3) -> str:
     return "; ".join(parts)
 
 
-# What pydantic says of a value, and how it is said here.
+# Each of pydantic's demands on a value, as a pattern, and the words that replace it.
 _DEMANDS = (
     (r"input should be a valid integer\b.*", "must be a whole number"),
     (r"input should be a valid number\b.*", "must be a number"),
@@ -162,7 +163,11 @@ _DEMANDS = (
 
 
 def demanded(reason: str) -> str:
-    """Return what pydantic demands of a value in our words: `must be a whole number`."""
+    """Return a demand of pydantic's in plainer words, such as `must be a whole number`.
+
+    Args:
+        reason: pydantic's message. If no pattern fits, it is returned as it is.
+    """
     for pattern, words in _DEMANDS:
         found = re.fullmatch(pattern, reason.strip(), re.IGNORECASE | re.DOTALL)
         if found:
@@ -180,7 +185,7 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Return the text with each character that is no visible one as its escape: `\x1b`, `\u202e`.
+    r"""Return the text with each invisible character replaced by its escape: `\x1b`, `\u202e`.
 
     The name of a file or a layer, a key of a record and the message of an error may hold anything:
     a sequence that a terminal obeys, a mark that turns the order of the letters around, a line
@@ -199,7 +204,7 @@ def _visible(character: str, *, lines: bool) -> str:
     """Return a character, or its escape if the character is not visible."""
     if character.isprintable() or (lines and character in "\n\t"):
         return character
-    # A blank, such as a no-break space, moves nothing.
+    # A blank, such as a no-break space, is harmless: it moves neither the cursor nor other letters.
     if unicodedata.category(character) == "Zs":
         return character
     return character.encode("unicode_escape").decode("ascii")
@@ -207,7 +212,13 @@ def _visible(character: str, *, lines: bool) -> str:
 
 @contextmanager
 def explained(kind: type[NormswapError], what: str, remedy: str = "") -> Iterator[None]:
-    """Turn any error raised inside into one of class `kind`, with the first line as its reason."""
+    """Turn any error inside a `with` block into one of class `kind`.
+
+    Args:
+        kind: The class of the new error. Its reason is the first line of the old error.
+        what: The fault.
+        remedy: The user's next step.
+    """
     try:
         yield
     # What is called inside is a user's network or another library, which may raise anything.
@@ -288,8 +299,8 @@ class LeftBehindNote(UserWarning):
 def quiet() -> Iterator[None]:
     """Keep the warnings and log lines of libraries off the terminal.
 
-    The errors of this package say in one line what the user needs to know. Its notes on what a
-    killed process left behind come through.
+    The errors of this package say in one line what the user needs to know. Only warnings of class
+    `LeftBehindNote`, on what a killed process left behind, are still shown.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -73,7 +73,8 @@ class AbsorbMode(str, Enum):
         channel, b' = b + W t.
     BEFORE_MAGNITUDE: as BEFORE, but with |s| alone.
     BEFORE_SHIFT: as BEFORE, but with t alone.
-    NORM: the neighbour stays in the layer as a norm (tune mode).
+    NORM: the neighbour becomes a norm inside the layer, whose gamma and beta go on learning (tune
+        mode).
     SUM: layer and neighbour are terms of one sum: W' = W + W2, b' = b + b2.
     """
 
@@ -135,10 +136,12 @@ class Edit(_Record):
         args: The keyword arguments, as JSON has them, with every number that the surgery needs.
         reads: The paths of the modules whose values the replacement is built from.
         takes: How each of `reads` is absorbed, for a layer that absorbs its neighbours.
-        keep: Whether the module at the path stays and the replacement comes after it. Its tensors
-            are then called `inner.*`.
-        then: Further layers after the replacement, which is then called `inner`.
-        out_of_place: Whether nothing in the replacement writes into its input.
+        keep: Whether the module at the path stays and the replacement comes after it. The module is
+            then called `inner`.
+        then: Further layers after the replacement. Each is chained to all that comes before it,
+            which is then called `inner`.
+        out_of_place: Whether every layer in the replacement that works in place is changed to
+            return a new tensor instead.
     """
 
     path: str
@@ -158,7 +161,10 @@ class Edit(_Record):
 
     @property
     def absorbed(self) -> tuple[tuple[str, Absorption], ...]:
-        """Every neighbour that is absorbed: its path, and how."""
+        """Every neighbour that is absorbed: its path, and how.
+
+        Empty if the edit has no `takes`: then the layer uses its neighbours in a way of its own.
+        """
         return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
 
     @property
@@ -170,9 +176,10 @@ class Edit(_Record):
 
     @property
     def depth(self) -> int:
-        """How many times `inner` stands between the path and the first module there.
+        """The number of `inner` in the path of the first module of the chain at `path`.
 
-        The first module is the one that stays, or else the replacement.
+        The first module is the one that stays (`keep`), or else the replacement. Each layer that is
+        chained behind it puts it one `inner` deeper.
         """
         return self.keep + len(self.then)
 
@@ -228,8 +235,8 @@ class Plan:
 
     Args:
         steps: The steps, in order.
-        made_for: The network that a plan in a file was made for, as its user named it. It decides
-            nothing.
+        made_for: The network that a plan in a file was made for, as its user named it. For
+            another network the user gets a remark, and comparisons of plans ignore it.
     """
 
     steps: tuple[Step, ...] = ()

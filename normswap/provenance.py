@@ -72,7 +72,9 @@ class Provenance:
         return frozenset(merged | absorbed)
 
     def after(self, step: Step, norms: Mapping[str, Tensor]) -> Provenance:
-        """Return the record one step later.
+        """Return the record of the network that a step made of this one.
+
+        The remarks are dropped, since they are about the network as it was opened.
 
         Args:
             step: The step.
@@ -89,6 +91,6 @@ def attach(model: nn.Module, record: Provenance) -> nn.Module:
 
 
 def of(model: nn.Module) -> Provenance:
-    """Return the record that `model` carries, or one that names its class alone."""
+    """Return the record that `model` carries, or a new one that only names the model's class."""
     record: Provenance = model.__dict__.get(_KEY) or Provenance(source=type(model).__name__)
     return record

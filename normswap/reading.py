@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 Checked = TypeVar("Checked")
-# Where a value stands in a tree: the place of what holds it, "." for an object or "[" for a list,
-# and the value's key there. None is the tree itself. The text is made for a message only.
+# Where a value stands in a tree: the place of the object or list that holds it, "." for an object
+# or "[" for a list, and the value's key in it. None is the tree itself. A text is made of it for a
+# message only (`_where`).
 _Place: TypeAlias = "tuple[_Place, str, object] | None"
 
 # The index of the largest sharded network has 10 MB.
@@ -56,7 +57,7 @@ def file_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
     """
     try:
         status = file.stat()
-        # Of a directory, reading it says what is wrong.
+        # A directory is let through, because reading it raises an error that says what is wrong.
         if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             raise UnreadableError("it is no regular file")
         if status.st_size > most:
@@ -124,7 +125,8 @@ def parse_object(text: str, *, finite: bool = True) -> dict[str, object]:
 def parse_yaml(text: str) -> object:
     """Return the plain data of a YAML 1.2 text, where `no` is a word and `1e-4` a number.
 
-    Numbers may be infinite or NaN: the record that the data is held to names their key.
+    Infinite numbers and NaN are let through. The record that the data is validated against can
+    refuse them, and then names their key.
 
     Raises:
         UnreadableError: The text is no YAML, names a key twice, has an alias, or exceeds a bound.
@@ -154,7 +156,10 @@ def parse_yaml(text: str) -> object:
 
 
 def _check_events(text: str) -> None:
-    """Raise UnreadableError for depth, and for aliases, each of which may stand for many values."""
+    """Raise UnreadableError if a YAML text is nested too deep, has too many values or an alias.
+
+    An alias repeats a value. Aliases of aliases let a short text stand for billions of values.
+    """
     from ruamel.yaml import YAML
     from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
@@ -174,16 +179,17 @@ def _check_events(text: str) -> None:
 
 
 def check_plain(tree: object, *, finite: bool = True) -> None:
-    """See that a tree is bounded plain data: text, numbers, booleans, null, lists and objects.
+    """Check that a tree is bounded plain data: text, numbers, booleans, null, lists and objects.
 
-    Dates, as YAML knows them, are left to the records that the tree is held to.
+    Dates, which YAML has, are let through. The record that the tree is validated against decides
+    about them.
 
     Args:
         tree: The data.
         finite: Whether NaN and infinite numbers are refused.
 
     Raises:
-        UnreadableError: The tree is not such data. The message says where.
+        UnreadableError: The tree holds a value of another kind, or exceeds a bound of this module.
     """
     pending: list[tuple[object, _Place, int]] = [(tree, None, 0)]
     count = 0
@@ -220,7 +226,7 @@ def _check_value(value: object, place: _Place, *, finite: bool) -> None:
 
     Args:
         value: The value.
-        place: The keys that lead to the value, for the message.
+        place: Where the value stands in the tree, for the message.
         finite: Whether NaN and infinity are refused.
     """
     if isinstance(value, str):
@@ -274,11 +280,11 @@ def validated(adapter: TypeAdapter[Checked], text: str) -> Checked:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first problem of a record: the key, then the reason."""
+    """Return the first problem of a record: `KEY: REASON`, as in `steps[0].edits: is missing`."""
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ""
     for key in problem["loc"]:
-        # pydantic names the type that it tried, such as `list[constrained-str]`.
+        # Between the keys pydantic names a type that it tried, such as `list[constrained-str]`.
         if isinstance(key, str) and ("[" in key or key.startswith("constrained-")):
             continue
         place += f"[{key}]" if isinstance(key, int) else f".{key}"
@@ -290,6 +296,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _whole_number(digits: str) -> int:
+    # The text of a negative number begins with a minus sign.
     if len(digits) > MOST_DIGITS + 1:
         raise UnreadableError(f"it holds a number of {len(digits)} digits")
     return int(digits)

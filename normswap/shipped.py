@@ -19,7 +19,7 @@ _NETWORKS = ("wide_resnet.py",)
 
 
 def recipes() -> Path:
-    """Return the folder of the shipped recipes."""
+    """Return the folder of the shipped recipes, inside the package or beside it."""
     package = Path(__file__).parent
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
