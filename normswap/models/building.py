@@ -61,11 +61,11 @@ _LOADING = frozenset(
 )
 # Arguments by which transformers would ask the hub for another network, where they are true.
 _FETCHING = frozenset({"use_pretrained_backbone"})
-# Arguments that name a network of timm inside another one.
+# Arguments that name a network inside another one. It must be one of timm's.
 _OF_TIMM = frozenset({"backbone", "architecture"})
 # Arguments whose text is shown to people. Any other text is a short name.
 _SHOWN = frozenset({"id2label", "label2id", "label_names", "label_descriptions", "problem_type"})
-# Attention is computed by torch's own functions, not by a kernel from a hub.
+# The implementations of attention that may be named. They are torch's own, no kernel from a hub.
 _IMPLEMENTATIONS = (None, "eager", "sdpa")
 # The largest number among arguments. No network has more classes, pixels or channels.
 _LARGEST = 2**24
@@ -134,7 +134,7 @@ def make(
     *,
     online: bool = False,
 ) -> Made:
-    """Return the network that `factory` builds, unless it is larger than any network.
+    """Return the network that `factory` builds. It is stopped if the network becomes too large.
 
     Args:
         arch: The name of the network in errors.
@@ -144,13 +144,14 @@ def make(
 
     Raises:
         SourceError: The factory does not take the arguments, or fails.
+        TooLargeError: The network has more layers than any known one, or does not fit in memory.
     """
     try:
         with quiet(), nullcontext() if online else hub.offline(), _bounded(arch):
             return factory(**kwargs)
     except TooLargeError:
         raise
-    # The builder is another library's, or the user's own code.
+    # The builder is another library's or the user's own code, which may raise anything, or exit.
     except (Exception, SystemExit) as error:
         described = ", ".join(f"{key}={value!r:.200}" for key, value in kwargs.items())
         if len(described) > 200:
@@ -201,16 +202,18 @@ def _bounded(arch: str) -> Iterator[None]:
 
 
 def check_size(build: Callable[[], object]) -> None:
-    """Raise TooLargeError where `build` makes a network that no machine holds.
+    """Raise TooLargeError if `build` makes a network that this machine cannot hold.
 
-    The network is built without values, which takes a moment. Drawing values would take minutes.
+    The network is built on the meta device, without values, which takes a moment. Drawing values
+    would take minutes.
     """
     try:
         with torch.device("meta"):
             build()
     except TooLargeError:
         raise
-    # Some networks cannot be built without numbers. Building them says what else is wrong.
+    # Some networks cannot be built on the meta device. If anything else is wrong, the real build
+    # will say so.
     except Exception:
         return
 
@@ -251,6 +254,7 @@ def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
         arguments: The arguments by name.
     """
     for name, value in arguments.items():
+        # First the argument itself, then the arguments inside it.
         why = _reason_against(name, value)
         if why:
             raise SourceError(f"{arch} cannot be built with {name}={value!r:.200}", why)
@@ -262,7 +266,7 @@ def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
 
 
 def _reason_against(name: str, value: object) -> str:
-    """Return the reason to refuse an argument, or ""."""
+    """Return the reason to refuse an argument, or "" if it is taken."""
     if name in _LOADING and value:
         return "it would load files, and is not part of an architecture"
     if name in _FETCHING and value:
@@ -278,7 +282,10 @@ def _reason_against(name: str, value: object) -> str:
 
 
 def _reason_against_values(value: object) -> str:
-    """Return the reason to refuse a value, such as a file's path or a huge number, or ""."""
+    """Return the reason to refuse a value, or "" if it is taken.
+
+    A path of a file, an address and a huge number are refused, also inside lists.
+    """
     values = value if isinstance(value, list | tuple) else [value]
     for entry in values:
         if isinstance(entry, list | tuple):
@@ -298,9 +305,10 @@ def _names_a_place(text: str) -> bool:
 
 
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
-    """Tell whether `build` gives a network like `model`.
+    """Return whether `build` gives a network like `model`.
 
-    The names and shapes of the tensors are compared, and the class and settings of each module.
+    The names and shapes of the tensors are compared, and the class and settings of each module. The
+    random numbers of the build do not advance the user's generator.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -311,7 +319,7 @@ def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
 
 def _blueprint(model: nn.Module) -> tuple[object, ...]:
     """Return the classes and settings of a network's layers, and the shapes of its tensors."""
-    # torch makes a class of its own for each parametrized layer.
+    # torch gives each parametrized layer a new class, so the class that it had before is compared.
     kind = parametrize.type_before_parametrizations
     layers = tuple(
         (path, kind(layer), layer.extra_repr()) for path, layer in nn.Module.named_modules(model)

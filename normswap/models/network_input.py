@@ -93,7 +93,7 @@ def is_finite(tensor: Tensor) -> bool:
     The sum is checked first, because that is faster. If the sum is finite, every number is. Else
     each number is checked, because the sum of finite numbers may overflow.
     """
-    # torch does not add up numbers of one byte or less.
+    # torch does not add up floating-point numbers of one byte or less.
     if tensor.element_size() == 1:
         tensor = tensor.float()
     with torch.no_grad():
@@ -154,7 +154,7 @@ def require_module(model: object) -> nn.Module:
 
     Raises:
         SourceError: The object is neither a network nor a result, or is TorchScript or an exported
-            program.
+            program. Or torch's default device is not the CPU.
     """
     default_device = torch.get_default_device()
     if default_device.type != "cpu":
@@ -171,7 +171,7 @@ def require_module(model: object) -> nn.Module:
     if isinstance(model, torch.jit.ScriptModule):
         remedy = "Give the network that it was made from"
         raise SourceError("the network is TorchScript", "its Python forward is gone", remedy)
-    # The module of a program has only one mode.
+    # An exported program has recorded one mode: its module cannot go from training to eval mode.
     if any(base.__module__ in _OF_EXPORT for base in type(model).__mro__):
         raise SourceError(
             "the network is an exported program",
@@ -270,9 +270,10 @@ def classifies(model: nn.Module, size: Sequence[int]) -> bool:
         model: The network.
         size: The size (C, H, W) of the image.
     """
+    # `scores` raises OptionError for an output of another shape.
     with undisturbed(model), suppress(OptionError):
         scores(noise(model, size, batch=2).call(model))
-        # Of timm's networks without a classifier the rows are features.
+        # A network of timm without a classifier has num_classes 0, and gives features, not scores.
         return getattr(model, "num_classes", None) != 0
     return False
 
@@ -323,9 +324,9 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
 
 
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
-    """Yield a call with a row of token numbers, if the network begins with an embedding.
+    """Yield (), and a call with a row of token numbers, if the network begins with an embedding.
 
-    The size beside the call is empty, because the row is no image.
+    The empty tuple stands where the size of an image would stand, since the row is no image.
     """
     layers = nn.Module.modules(model)
     first_layer = next(
@@ -338,11 +339,13 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
 
 def size(model: nn.Module) -> tuple[int, ...]:
     """Return the size of one input, (C, H, W) of an image, that the network is made for."""
+    # If the two likeliest sizes have the same number of channels, the first is taken untried.
     likeliest = candidates(model)[:2]
     if len({channels for channels, *_ in likeliest}) < 2:
         return likeliest[0]
 
-    # A stem that rearranges channels takes another number of them than its first layer.
+    # A stem may rearrange channels before its first layer, so that the number of channels of that
+    # layer is not the image's. Then only a run shows which number is right.
     for shape in likeliest:
         if runs(model, noise(model, shape)):
             return shape
@@ -398,7 +401,11 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def stated_size(model: nn.Module) -> tuple[int, ...] | None:
-    """Return the size (C, H, W) that the network or its record states, or None."""
+    """Return the size (C, H, W) that the network or its record states, or None.
+
+    The size in a patch embedding decides. After it comes the record that normswap keeps of the
+    network, then timm's `pretrained_cfg`, then a config of transformers.
+    """
     stated: tuple[int, ...] | None = None
     for record in (getattr(model, "pretrained_cfg", None), provenance.of(model).pretrained_cfg):
         if isinstance(record, Mapping) and record.get("input_size"):
@@ -426,7 +433,10 @@ def _configured(config: object) -> tuple[int, ...] | None:
 
 
 def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
-    """Return a size of one input that the first layer takes, or None if no layer tells it."""
+    """Return a size of one input that the first layer takes, or None if no layer tells it.
+
+    The layer says the number of channels or features. The sides are the usual ones (`_SIDE`).
+    """
     for module in nn.Module.modules(model):
         if isinstance(module, nn.modules.conv._ConvNd):
             return (module.in_channels, *_SIDE[len(module.kernel_size)])
@@ -440,7 +450,7 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
 
 @torch.no_grad()
 def runs(model: nn.Module, example: Example) -> bool:
-    """Return whether the network runs in eval mode on a call."""
+    """Return whether the network runs in eval mode on a call, without an error."""
     # The forward is the user's, and may raise anything for an input that it does not take.
     try:
         with undisturbed(model), callers_dtype():

@@ -124,7 +124,10 @@ def _descriptions(state: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 def _hash_of_values(tensor: Tensor) -> bytes:
-    """Return the SHA-256 of the bytes, as numpy has no bfloat16."""
+    """Return the SHA-256 of a tensor's values.
+
+    The values are viewed as bytes, because numpy has no bfloat16.
+    """
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
 
@@ -182,7 +185,8 @@ def _content(file: Path) -> object:
             "It may be empty, truncated, a page of text or a pointer of Git LFS: fetch or write it"
             " again."
         )
-        # What the unpickler trips over first in a text or an empty file tells a reader nothing.
+        # For a text or an empty file the unpickler raises one of these, with a message that tells a
+        # user nothing.
         is_no_pickle = isinstance(error, KeyError | IndexError | EOFError)
         why = "it is no pickle" if is_no_pickle else first_line(error)
         raise SourceError(f"{file} is not a readable weights file", why, remedy) from None
@@ -232,7 +236,7 @@ def _unwrapped(content: object, file: Path) -> StateDict:
 
     if not isinstance(content, Mapping):
         raise SourceError(f"{file} holds a {type(content).__name__}, not a state dict")
-    # A state dict holds tensors, and extra state under names of its own.
+    # A state dict holds only tensors, by name or number, and under `*._extra_state` anything else.
     strangers = [
         _shown_key(key)
         for key, value in content.items()
@@ -270,7 +274,10 @@ def _is_extra(name: str) -> bool:
 
 
 def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
-    """Return the key of a training script's state dict, or None if the content is one itself."""
+    """Return the key under which a training script has put its state dict.
+
+    The result is None if the content is a state dict itself, or holds none.
+    """
     inner = {key: value for key, value in content.items() if isinstance(value, Mapping) and value}
     states = [key for key, value in inner.items() if _holds_tensors_alone(value)]
     usual = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
@@ -280,7 +287,7 @@ def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
     if usual is None and not states:
         return None
 
-    # A usual key goes before the only mapping of tensors.
+    # A usual key is preferred. Without one, `states` has exactly one entry here.
     chosen = usual or states[0]
     others = [_shown_key(other) for other in states if other != chosen]
     if others:
@@ -294,7 +301,10 @@ def _holds_tensors_alone(values: Mapping[object, object]) -> bool:
 
 
 def _shown_key(key: object) -> str:
-    """Return a key as an error names it. A tuple may hold itself a billion times."""
+    """Return a key as an error names it: the key itself, or only its class.
+
+    The text of a key such as a nested tuple of a stranger's file may be endlessly long.
+    """
     if isinstance(key, str | int | float | bool | None):
         return str(key)
     return f"a {type(key).__name__}"
@@ -407,16 +417,17 @@ def _has_finite_numbers(name: str, tensor: Tensor, origin: str) -> bool:
         return True
     try:
         return is_finite(tensor)
-    # torch stores numbers of some types without computing with them.
+    # torch can store numbers of some dtypes but not compute with them.
     except (RuntimeError, TypeError) as error:
         why = f"{name} is {str(tensor.dtype).removeprefix('torch.')}: {first_line(error)}"
         raise SourceError(f"{origin} holds numbers that torch does not compute with", why) from None
 
 
 def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
-    """Load tensors strictly, after timm's own conversions.
+    """Load tensors into a network. Every name and shape must fit.
 
-    Foreign keys are translated, and stem and head are adapted to the network.
+    If they do not fit as they are, foreign keys are translated as timm does it, and stem and head
+    are adapted to the network.
 
     Args:
         model: The network that is filled.
@@ -548,7 +559,7 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
         origin: The file's name, for the message.
         cfg: timm's record of the weights. Empty if nothing may be adapted.
     """
-    # No kernel reads 0 channels, so without a record nothing is adapted.
+    # Without a record the number is 0. No kernel has 0 channels, so nothing is adapted then.
     channels_of_weights = (cfg.get("input_size") or (0,))[0]
     for name, kernel in state.items():
         # A tensor that the network does not have stays as it is.
