@@ -37,7 +37,7 @@ READY = (
     " resnetv2_50d_gn and resnetv2_50x1_bit (GroupNorm), nf_resnet50 (none). If you need no"
     " checkpoint of your own, take one of these"
 )
-# The file holds where training ended for each target on other networks, by task.
+# The file holds, for some training tasks on other networks, the top-1 that each target ended with.
 # tests/docs_pages.py writes it.
 _AFTER_TRAINING = Path(__file__).with_name("after_training.json")
 

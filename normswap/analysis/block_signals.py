@@ -127,6 +127,7 @@ def signal_propagation(
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     if batch_statistics:
         model = _without_running_statistics(model)
+    # The network runs in eval mode, and what its forward writes into it is undone afterwards.
     with torch.no_grad(), undisturbed(model):
         for example in examples:
             # The graph of a network that takes a list of images is that of a single image.

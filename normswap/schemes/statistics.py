@@ -90,7 +90,9 @@ def fit_measured(task: FitTask) -> tuple[str, ...]:
 
 
 def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Set gamma and beta of every norm, in place, so that it undoes its statistics.
+    """Set gamma and beta of every new norm, in place, so that they undo the norm's statistics.
+
+    The convolution and the norm behind it then compute what the convolution of the source does.
 
     Args:
         source: The network before the step, whose convolutions give the outputs to keep.
@@ -104,7 +106,7 @@ def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
 
 
 def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd | nn.Linear, _BatchNorm]]:
-    """Return path, layer and norm of each place where the step added a norm."""
+    """Return, for each norm that the step added, its path, the layer before it, and the norm."""
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
     return [
         (path, cast(_ConvNd | nn.Linear, chain.inner), cast(_BatchNorm, chain.then))

@@ -74,7 +74,7 @@ def holds_statistics(module: nn.Module) -> bool:
 
 
 def _own_affine(module: nn.Module) -> OwnLayer | None:
-    """Return the module itself if it is an own layer that is affine, or None."""
+    """Return the module itself if it is one of normswap's layers and is affine, or None."""
     if isinstance(module, OwnLayer) and module.AFFINE:
         return module
     return None

@@ -171,7 +171,7 @@ class Site:
 
     @property
     def is_affine(self) -> bool:
-        """Whether the module is y = act(s * x + t) in eval mode, as a norm or as an own layer."""
+        """Whether a norm, or a layer of normswap's own, is y = act(s * x + t) in eval mode."""
         return affine.is_affine(self.module)
 
     @property
@@ -191,7 +191,7 @@ class Site:
 
     @property
     def holds_statistics(self) -> bool:
-        """Whether the module is an affine norm, or an own layer that keeps a norm's statistics."""
+        """Whether the module is an affine norm, or an `OwnLayer` that keeps a norm's statistics."""
         return affine.holds_statistics(self.module)
 
     @property
@@ -226,7 +226,7 @@ class Site:
 
     @property
     def eps(self) -> float:
-        """The epsilon of a BatchNorm that is not refused."""
+        """The epsilon of a BatchNorm for which `refusal_of_kind` is None."""
         return affine.epsilon(self.module)
 
     @property
