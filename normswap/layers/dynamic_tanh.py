@@ -81,7 +81,7 @@ class Whitened(PlannedLayer):
 
 
 class Straight(PlannedLayer):
-    """A `DynamicTanh` without the tanh: only gamma and beta of a BatchNorm are left."""
+    """A `DynamicTanh` without the tanh: act(gamma x^ + beta), as the BatchNorm computes it."""
 
     @classmethod
     def replacing(

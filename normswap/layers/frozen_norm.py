@@ -28,7 +28,7 @@ def _mark_for_timm(norm: Any, num_features: int) -> None:
 
 
 class FrozenBatchNorm(FrozenBatchNorm2d):  # type: ignore[misc]
-    """torchvision's frozen BatchNorm, for any number of dimensions and in one kernel.
+    """torchvision's frozen BatchNorm, for any number of dimensions, by torch's own `batch_norm`.
 
     Under autocast it computes in the input's dtype.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Other(Standardized, _ConvNd):
-    """Base of standardized convolutions in dimensions that timm lacks."""
+    """Base of the standardized convolutions in 1-D and 3-D, which timm lacks."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class Other(Standardized, _ConvNd):
 
 
 class ScaledStdConv1d(Other, nn.Conv1d):
-    """What timm's `ScaledStdConv2d` is, in 1-D. timm has no such class."""
+    """A 1-D convolution that computes as timm's `ScaledStdConv2d`, which timm has in 2-D only."""
 
 
 class ScaledStdConv3d(Other, nn.Conv3d):
-    """What timm's `ScaledStdConv2d` is, in 3-D. timm has no such class."""
+    """A 3-D convolution that computes as timm's `ScaledStdConv2d`, which timm has in 2-D only."""
 
 
 OTHERS: dict[type, type[Other]] = {nn.Conv1d: ScaledStdConv1d, nn.Conv3d: ScaledStdConv3d}
@@ -160,8 +160,9 @@ class StandardizedConv(PlannedLayer):
             mean: Whether each filter keeps its mean as one more parameter.
             padding: The padding of a convolution with a forward of its own
                 (`own_forwards.even_padding`). None means the padding that `old` states.
-            gamma: The gamma of the activation that a fresh convolution reads. Its weight is the
-                folded one as it is, with gains of 1. None keeps the function instead.
+            gamma: None keeps the function. A number builds a fresh convolution instead: its weight
+                is the folded one as it is, its gains are 1, and the number, a constant factor of
+                each filter, is the gamma of the activation in front of it.
             fold_options: Options of `folded`.
         """
         conv = folded(old, reads, like=like, **fold_options)
@@ -189,7 +190,8 @@ def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None, gamma: f
         gamma: A fixed factor of all filters.
     """
     settings: dict[str, Any] = {name: getattr(conv, name) for name in _SETTINGS}
-    # Pruning by hand leaves the numbers that a layer states as they were.
+    # Somebody may have pruned the weight by hand, and left `out_channels` and `in_channels` as they
+    # were. So both are read from the weight's shape.
     settings["out_channels"] = conv.weight.shape[0]
     settings["in_channels"] = conv.weight.shape[1] * conv.groups
     settings["bias"] = conv.bias is not None

@@ -64,7 +64,8 @@ class Tuned(PlannedLayer):
         live = SiteNorm.of_any_size(norm, like=like, **measured)
         live.to(conv.weight)
 
-        # No constructor takes everything that a convolution may carry, so the attributes are moved.
+        # A convolution may carry more attributes than a constructor takes, such as hooks, so all of
+        # them are moved to an instance that no constructor has filled.
         new = TunedConv2d.__new__(TunedConv2d)
         new.__dict__.update(vars(conv))
         new.gamma = live.weight

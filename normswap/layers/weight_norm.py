@@ -75,13 +75,15 @@ class SpectralNorm(PlannedLayer):
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
 
-        # A weight of zeros has no direction, so it gets one, and alpha = 0.
+        # If the whole weight is zero, V has no direction. It then gets one (`_direction`), and
+        # alpha = 0 makes the product zero.
         is_zero = (weight == 0).all()
         new.weight.copy_(_direction(old, weight, is_zero, filter_dim))
         with seeded(weight.device):
             parametrizations.spectral_norm(new, dim=filter_dim)
 
-        # sigma = u' V v, with the singular vectors that the power iteration found.
+        # sigma = u' V v, with the left and right singular vectors u and v that the power iteration
+        # has found. Then alpha = sigma gives back W.
         spectral = new.get_submodule("parametrizations.weight.0").eval()
         assert isinstance(spectral, parametrizations._SpectralNorm)
         original = new.get_parameter("parametrizations.weight.original")

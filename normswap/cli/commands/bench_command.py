@@ -145,7 +145,8 @@ def _file_contender(file: ExportedFile, network: nn.Module | None) -> Contender:
 
     Args:
         file: The file.
-        network: Its source, whose answers are expected of it. None if the file is timed alone.
+        network: The source of the file. The file is to give the same answers. None if no source is
+            timed beside it.
     """
     from normswap.benchmarking.timing import Contender
 
@@ -159,7 +160,10 @@ def _file_contender(file: ExportedFile, network: nn.Module | None) -> Contender:
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
-    """Return log-softmax of logits, which is expected of a file that answers with probabilities."""
+    """Return log-softmax of logits: the answers that a file with a softmax is to give.
+
+    Such a file's probabilities are read back as their logarithms (`exported_file`).
+    """
     return logits.log_softmax(-1)
 
 
@@ -199,7 +203,8 @@ def _networks(
         device: The device that it runs on.
 
     Returns:
-        The network; the network and the folded one as contenders; a note if it cannot be folded.
+        The network, then a list of contenders, then a list of notes. The contenders are the network
+        and its folded copy. If it cannot be folded, there is no copy, and a note says why.
     """
     import torch
 
@@ -210,10 +215,11 @@ def _networks(
     torch.manual_seed(0)
     model = opening.open(name, device=str(device))
     if opening.weights == "random":
-        # The residual branches of a fresh network begin at zero, and would hide what is wrong in
-        # them.
+        # In a fresh network a last gamma of 0 may switch a residual branch off. The comparison of
+        # answers could then not see a fault in the branch, so the branches are switched on.
         model = block_signals.awake(model)
 
+    # The last conversion names the network's form.
     scheme = "original"
     for step in provenance.of(model).plan.steps:
         scheme = step.scheme

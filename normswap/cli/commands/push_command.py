@@ -92,7 +92,7 @@ def _measured(directory: Path, images: Images, *, trust_factory: bool) -> Accura
     data = str(images.data)
     prefix, _, dataset = data.partition(":")[0].partition("/")
     if prefix not in ("hfds", "hfids"):
-        # A path is of no use to anybody else.
+        # Nobody else has the user's folder, so only the last part of its path is published.
         return Accuracy(top1=measured.top1, count=measured.count, images=PurePath(data).name)
     return Accuracy(
         top1=measured.top1,

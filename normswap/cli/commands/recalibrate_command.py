@@ -43,7 +43,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Domain(Images):
-    """Images of the new domain; their labels are not looked at."""
+    """The options of the images of the new domain. Labels are not read."""
 
     data: Annotated[
         str, Option(metavar="PATH", help="Images of the new domain, as --data elsewhere.")
@@ -55,7 +55,10 @@ class Domain(Images):
 
 @dataclass(frozen=True)
 class Before:
-    """The network as it was, for one without BatchNorm that was changed."""
+    """The options that name the network as it was before it was pruned, rounded or averaged.
+
+    They are for a network without BatchNorm.
+    """
 
     GROUP: ClassVar[str] = "Where MODEL has no BatchNorm, and was pruned, rounded or averaged"
     against: Annotated[
@@ -135,7 +138,7 @@ def run(
         "output": directory,
         "notes": list(recalibrated.notes),
         "answers": answers and asdict(answers),
-        # Numbers that are finite are not yet answers that are right.
+        # The report passes if all outputs are finite. Here most answers must stay the same, too.
         "passed": passed,
         "report": {**report, "passed": passed},
     }

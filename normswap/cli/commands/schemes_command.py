@@ -47,7 +47,7 @@ def _card(name: str) -> Body:
 
     scheme = schemes.get(name)
     options = scheme.defaults
-    # With such an option at another value than its default, the scheme is no longer exact.
+    # The scheme is no longer exact if one of these options has another value than its default.
     must_keep_default = [
         option for option in options if not scheme.is_exact({**options, option: "another"})
     ]

@@ -136,9 +136,10 @@ def trainer(
     device: str,
     progress: Callable[[TrainingProgress], None],
 ) -> Objective:
-    """Return the function that trains one run of a sweep.
+    """Return a function that trains one run of a sweep, in a folder, by a recipe.
 
-    It returns the end of the run, or None if it was asked to stop before the end.
+    That function returns how the run ended: its top-1, loss and number of classes. It returns None
+    if the run was stopped early, or has no top-1.
 
     Args:
         model: The MODEL to train. None trains the network that the recipe names.
