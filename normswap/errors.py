@@ -80,6 +80,7 @@ def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
     if isinstance(value, list):
         return " ".join(spelled(name, item) for item in value)
 
+    # A switch (True) and an option to be named without a value are written as the flag alone.
     shown = metavar
     if not metavar and value is not None and value is not True:
         shown = shlex.quote(str(value))

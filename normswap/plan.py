@@ -334,6 +334,7 @@ def _located(origin: str, reason: str) -> str:
         origin: The plan's name.
         reason: The reason, which may begin with a key of the plan.
     """
+    # A key is a text without blanks in front of a colon, as in `steps[0].edits: is missing`.
     key, colon, _ = reason.partition(": ")
     names_key = bool(colon) and " " not in key
     if not names_key:

@@ -60,11 +60,13 @@ class Provenance:
         for step in self.plan.steps:
             edits += step.edits
 
+        # The convolutions that absorbed other terms of a sum, and the modules that they read.
         merged: set[str] = set()
         for edit in edits:
             if any(absorption.way is AbsorbMode.SUM for absorption in edit.takes):
                 merged.update((edit.path, *edit.reads))
 
+        # What these modules had absorbed themselves, such as the norms behind them.
         absorbed: set[str] = set()
         for edit in edits:
             if edit.path in merged:

@@ -127,6 +127,7 @@ class RMSNorm(PlannedLayer):
             )
         else:
             new = nn.RMSNorm(channels, eps=eps, elementwise_affine=has_scale)
+        # The norm gets the dtype and device of the old gamma, if there was one.
         new.to(like if weight is None else weight.detach()[:0])
 
         for name in ("weight", "bias"):

@@ -165,6 +165,7 @@ class Folded(PlannedLayer):
         Raises:
             RefusedError: The layer absorbed two norms behind it, or one before it.
         """
+        # Only one norm, behind the layer, can take up the trained bias, by its beta.
         takes = fold_options.get("takes", ())
         norms_after: list[tuple[nn.Module, slice]] = []
         takes_before = False

@@ -79,6 +79,7 @@ class GroupNorm(PlannedLayer):
             new, affine_map, input_scale * mean + input_offset, input_scale.square() * var
         )
 
+        # A gamma or beta that was frozen stays frozen.
         for name in ("weight", "bias"):
             parameter = getattr(old, name, None)
             if isinstance(parameter, nn.Parameter):
@@ -113,6 +114,7 @@ def _empty_group_norm(old: nn.Module, *, like: Tensor, groups: int, eps: float) 
     new = GroupNormAct(
         channels, groups, apply_act=False, eps=eps, dtype=typed_like.dtype, device=typed_like.device
     )
+    # The old norm's own activation takes the place of timm's.
     new.act = act
     return cast(nn.Module, new)
 
@@ -155,6 +157,7 @@ class Recentred(PlannedLayer):
             return cast(nn.Module, new)
 
         scale, offset = leveling(old, groups)
+        # A norm without gamma and beta gets constants, since its gamma has to undo the rescaling.
         if new.weight is None:
             new.affine = True
             ones = torch.ones_like(new.running_var)

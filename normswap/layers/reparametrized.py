@@ -224,6 +224,7 @@ def plain(module: Linearity) -> Linearity:
         _parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict()
     )
 
+    # Weight and bias learn if any parameter of the layer did, as they may be computed from all.
     learns = any(parameter.requires_grad for parameter in nn.Module.parameters(module))
     for name, value in zip(("weight", "bias"), weight_and_bias, strict=True):
         parameter: nn.Parameter | None = None

@@ -170,6 +170,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         }
         eps = recorded["eps"]
         momentum = recorded["momentum"]
+        # Known statistics come in the arguments if the norm is gone, and else from the norm itself.
         is_measured = mean is not None and std is not None
         if is_measured:
             moments = torch.tensor((mean, std), dtype=torch.float64)

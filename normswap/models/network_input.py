@@ -142,6 +142,7 @@ def _inside(model: nn.Module) -> nn.Module | None:
 
     if "LightningModule" not in names:
         return None
+    # In a module of Lightning, the child that holds all its parameters is the network.
     parameters = {id(parameter) for parameter in model.parameters()}
     for child in model.children():
         if parameters and {id(parameter) for parameter in child.parameters()} == parameters:
@@ -379,12 +380,14 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     sizes: list[tuple[int, ...]] = []
     if stated:
         sizes.append(stated)
+    # The first layer may take another number of channels than the record states.
     if first and stated and len(first) == len(stated):
         sizes.append((first[0], *stated[1:]))
     elif first:
         sizes.append(first)
 
     channels = (first or stated or (3,))[0]
+    # A linear first layer does not tell the kind of its input, so rows and images are guessed.
     if first and len(first) == 1:
         features = 1
         for module in nn.Module.modules(model):

@@ -397,6 +397,7 @@ def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
         origin: The name of their file in the error.
     """
     bad = [name for name, tensor in state.items() if not _has_finite_numbers(name, tensor, origin)]
+    # Inside `with_broken_statistics`, running statistics may be broken, and nothing else.
     are_statistics = all(name.endswith(_STATISTICS) for name in bad)
     if bad and not (are_statistics and _TAKES_BROKEN_STATISTICS.get()):
         remedy = "These weights are broken."
@@ -691,8 +692,10 @@ def _remedy(
     classes = _classes_of(state, bare)
     if classes and not (misfits["missing"] or misfits["unexpected"]):
         remedy = f"`{spelled('num_classes', classes)}` gives the network such a head"
+    # The name is that of one shard, such as model-00001-of-00003.safetensors.
     elif re.search(r"-\d+-of-\d+\.", origin):
         remedy = "It is one of several files: write the tensors of all of them into one"
+    # Without running statistics, the BatchNorms were folded away, or only parameters were saved.
     elif misfits["missing"] and not any(key.endswith("running_mean") for key in state):
         remedy = (
             "It was converted or fused. Of a converted network, name the directory of the"
@@ -718,6 +721,7 @@ def _classes_of(state: Mapping[str, Tensor], bare: Mapping[str, Tensor]) -> int:
     Returns:
         The number of classes. 0 if other shapes differ, too.
     """
+    # Another number of classes changes the first dimension of one layer's tensors: the head's.
     others = [key for key in bare if key in state and state[key].shape != bare[key].shape]
     counts = {state[key].shape[0] for key in others if state[key].ndim}
     layers = {key.rpartition(".")[0] for key in others}

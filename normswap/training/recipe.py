@@ -22,14 +22,15 @@ Count = Annotated[int, Field(ge=0, le=_LARGEST)]
 AtLeastOne = Annotated[int, Field(ge=1, le=_LARGEST)]
 # Pixels, which take memory.
 Pixels = Annotated[int, Field(ge=0, le=2**14)]
-# The smallest range of the sides of a box. timm needs a pixel, so images of 10 pixels do.
+# The smallest difference between the two shares of `cutmix_minmax`. timm draws the sides of the box
+# from the whole pixels between them, and fails if there is none. With 0.1, 10 pixels leave one.
 _LEAST_RANGE = 0.1
 # The seeds that torch's generators take.
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Part(BaseModel):
-    """A group of keys: unknown ones are refused, and nothing changes after validation."""
+    """A group of keys. Unknown keys are refused, and no value can be changed after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
