@@ -241,6 +241,12 @@ def _check_value(value: object, place: _Place, *, finite: bool) -> None:
 
 
 def _check_key(key: object, place: _Place) -> None:
+    """Refuse a key that is neither a valid text nor a number nor null.
+
+    Args:
+        key: The key.
+        place: Where the object that has the key stands in the tree, for the message.
+    """
     if not isinstance(key, _KEYS):
         raise UnreadableError(f"a key in {_where(place)} is no text")
     if isinstance(key, str) and not _is_text(key):
@@ -296,6 +302,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _whole_number(digits: str) -> int:
+    """Return the whole number that a JSON text has, unless it has too many digits."""
     # The text of a negative number begins with a minus sign.
     if len(digits) > MOST_DIGITS + 1:
         raise UnreadableError(f"it holds a number of {len(digits)} digits")
@@ -315,6 +322,7 @@ def _object_of_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse_repeated_key(pairs: list[tuple[str, object]]) -> NoReturn:
+    """Raise UnreadableError that names the first key that stands in the pairs twice."""
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:

@@ -67,7 +67,9 @@ class BareNorm(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> nn.Module:
+        """Return the norm without gamma and beta."""
         kind = kind_of(old)
+        # Only for a hand-written norm was the eps measured.
         if kind is not None and kind.eps is not None:
             return cls._of_known_class(old, kind.eps, centres=kind.centres)
 
@@ -168,5 +170,6 @@ class Ones(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Parameter, *, like: Tensor) -> nn.Parameter:
+        """Return ones of the parameter's shape, which learn if the parameter did."""
         dtype = like.dtype if like.dtype == torch.float64 else old.dtype
         return nn.Parameter(torch.ones_like(old, dtype=dtype), requires_grad=old.requires_grad)

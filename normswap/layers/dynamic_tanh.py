@@ -44,6 +44,7 @@ class DynamicTanh(PlannedLayer, OwnLayer):
         return self.activated(x)
 
     def normalized(self, x: Tensor) -> Tensor:
+        """Return tanh(alpha x), the values that are multiplied by gamma."""
         return torch.tanh(self.alpha.to(x) * x)
 
     @classmethod
@@ -76,6 +77,7 @@ class Whitened(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor) -> nn.Module:
+        """Return a copy of `old` that standardizes its output by the norm's statistics."""
         scale, offset, _, _ = _standardization(norm)
         return rescaled(old, scale, offset)
 
@@ -87,6 +89,7 @@ class Straight(PlannedLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False
     ) -> nn.Module:
+        """Return the layer. Its arguments are those of `DynamicTanh.replacing`; alpha is unused."""
         scale, offset, gamma, beta = _standardization(old)
         new = ChannelAffine(gamma.to(like), beta.to(like), affine.copied_activation(old))
         return with_lead(scale, offset, new, lead=lead)

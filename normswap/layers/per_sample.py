@@ -126,6 +126,7 @@ class Rescaled(PlannedLayer):
     def replacing(
         cls, old: Linearity, norm: nn.Module, *, like: Tensor, groups: Count
     ) -> Linearity:
+        """Return a copy of the convolution whose output is rescaled for `norm` (`leveling`)."""
         return rescaled(old, *leveling(norm, groups))
 
 

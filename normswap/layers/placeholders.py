@@ -102,6 +102,7 @@ class OutOfPlace(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> nn.Module:
+        """Return a copy of the activation or dropout that does not write into its input."""
         return out_of_place(copying.duplicate(old, {}))
 
 
@@ -118,6 +119,7 @@ class WithBias(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: Linearity, *, like: Tensor) -> nn.Module:
+        """Return a copy of the layer, with a bias of zeros if it has none."""
         new = copying.duplicate(old, {})
         if new.bias is None:
             channels = new.out_features if isinstance(new, nn.Linear) else new.out_channels
@@ -130,6 +132,7 @@ class Dropout(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module | float, *, like: Tensor, p: Share) -> nn.Module | float:
+        """Return dropout with probability p: a module in place of a module, or else the number."""
         return nn.Dropout(p) if isinstance(old, nn.Module) else p
 
 
@@ -152,6 +155,7 @@ class Dropped(PlannedLayer, Holder):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, p: Share) -> Dropped:
+        """Return a copy of the classifier `old` behind a dropout with probability p."""
         return cls(copying.duplicate(old, {}), p)
 
 
@@ -163,4 +167,5 @@ class Number(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: object, *, like: Tensor, value: float | None) -> float | None:
+        """Return the value that the attribute gets. None switches it off."""
         return value

@@ -301,6 +301,7 @@ def _reason_against_values(value: object) -> str:
 
 
 def _names_a_place(text: str) -> bool:
+    """Return whether a text looks like a path of a file or an address on a hub."""
     return "/" in text or "\\" in text or text.startswith(("hf-hub:", "hf_hub:", "local-dir:", "~"))
 
 

@@ -297,6 +297,7 @@ def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
 
 
 def _holds_tensors_alone(values: Mapping[object, object]) -> bool:
+    """Return whether every value of a mapping is a tensor."""
     return all(isinstance(value, Tensor) for value in values.values())
 
 
@@ -386,6 +387,7 @@ def _check_for(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> No
 
 
 def _is_buffer(name: str, tensor: Tensor) -> bool:
+    """Return whether a tensor is a buffer other than a running mean or variance."""
     return not isinstance(tensor, nn.Parameter) and not name.endswith(_STATISTICS)
 
 
