@@ -45,7 +45,7 @@ class Contender:
         runtime: The runtime that runs it.
         run: Runs one forward pass.
         prepare: Turns images (N, C, H, W) into the input of `run`.
-        expected: Turns the answers of the first contender into those that are right for this one.
+        expected: Turns the first contender's answers into those that this contender must give.
         precision: The precision of the weights, a key of `BOUNDS`.
     """
 
@@ -80,9 +80,9 @@ def run(
     Returns:
         A row for each contender. `status` is ok, wrong (the answers are not the network's, so it is
         not timed) or failed, and `reason` says why. `error` is the relative L2 distance of the
-        answers, and `verdict` its word: MEASURED or WRONG, as these bounds prove nothing. It is
-        None for the first contender and for one that failed. Times are in ms: the median and the
-        quartiles.
+        answers from the first contender's. `verdict` is MEASURED or WRONG, as these bounds prove
+        nothing. It is None for a contender that failed, and for the first one if it is right. Times
+        are in ms: the median and the quartiles.
     """
     rows = check_contenders(contenders, images, device)
     timed: list[tuple[Contender, Tensor, list[float]]] = []
@@ -91,13 +91,14 @@ def run(
             timed.append((contender, contender.prepare(images), []))
 
     def now() -> float:
+        # A call may return before the accelerator has finished its work, so the clock waits for it.
         if device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
 
     for number in range(ROUNDS):
         progress(f"timing, round {number + 1} of {ROUNDS}")
-        # The order is drawn anew in each round, so nobody always runs after the same one.
+        # The order is drawn anew in each round, so no contender always runs after the same other.
         for contender, prepared, passes in random.Random(number).sample(timed, len(timed)):
             names = {"run": contender.run, "images": prepared}
             timer = Timer("run(images)", globals=names, timer=now, num_threads=threads)
@@ -152,6 +153,7 @@ def check_contenders(
             "reason": "",
         }
         unknown = ("verdict", "error", "ms", "ms_low", "ms_high", "images_per_s", "speedup")
+        # Every row has these keys. A figure that is not measured stays None.
         row |= dict.fromkeys(unknown)
         rows.append(row)
 
@@ -169,6 +171,7 @@ def check_contenders(
         row["error"] = relative_error
         allowed = max(BOUNDS[contender.precision], _TF32 if device.type == "cuda" else 0)
         is_right = relative_error <= allowed
+        # The first contender is compared with its own answers. That they agree says nothing.
         if not is_first or not is_right:
             row["verdict"] = verdict.word(exact=False, passed=is_right, unproved=False)
         if not is_right:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPES = ("fp32", "fp16", "bf16", "int8")
-# The bits of int8 weights, the default first: x64 without VNNI adds products of bytes in 16 bits,
-# which 8 overflow.
+# The bits of int8 weights, the default first. x64 without VNNI adds products of bytes in 16 bits.
+# With 8-bit weights these sums overflow.
 SAFE_BITS = 7
 WHOLE_BITS = 8
 

@@ -1,6 +1,7 @@
-"""The sidecar of an exported file, FILE.preprocess.json, and the same in the file's metadata.
+"""The sidecar of an exported file, FILE.preprocess.json: how to prepare its inputs.
 
-Its name has the whole name of the file, as exports in one folder may need different preprocessing.
+The file's metadata has a copy. The sidecar's name contains the whole name of the file, because two
+exports in one folder may need different preprocessing.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class NamedTensor(_SidecarPart):
 
 
 class CheckedFigures(BaseModel):
-    """How far the file was from its network, as far as it is printed.
+    """How far the file's answers were from its network's: the figures that are printed.
 
     Args:
         relative_l2: The relative L2 distance of the file's answers.
@@ -164,7 +165,7 @@ class SidecarOfImages(_SidecarPart):
             here.
         output: The answer that the file gives.
         precision: The types in which the file stores weights and computes.
-        checked: How far the file was from its network. A word says why it was not checked.
+        checked: How far the file was from its network. A text instead says why it was not checked.
         quantization: How the file was quantized. None for a file that was not.
     """
 
@@ -220,6 +221,8 @@ def body(
     labels = provenance.of(model).pretrained_cfg.get("label_names")
     if isinstance(labels, Mapping):
         labels = list(labels.values())
+    # The crop keeps the share `crop_pct` of each side, so an image is first resized to the file's
+    # size divided by it.
     crop = {key: stated[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in stated}
     return {
         "input": {
@@ -253,6 +256,7 @@ def plain_body(
     """
 
     def described(name: str, tensor: Tensor) -> Body:
+        # The first side is the number of samples. None says that any number is taken.
         shape = [None if dynamic and not i else side for i, side in enumerate(tensor.shape)]
         return {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
 
@@ -314,7 +318,8 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
         raise SourceError(f"{place} cannot be read", str(error), _REMEDY) from None
     _check(beside, str(place))
 
-    # The sidecar beside the file has more keys than the copy inside of it: what was measured.
+    # Only the keys of the copy inside the file are compared. The sidecar beside the file has more
+    # keys: what was measured.
     for key, value in inside.items():
         if beside.get(key) != value:
             why = f"{key} is not what {file.name} says by itself"

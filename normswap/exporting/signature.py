@@ -71,6 +71,7 @@ class Signature:
         if not outputs:
             raise OptionError("the network gives no tensor", f"it gives a {type(output).__name__}")
 
+        # An output that has the name of an input gets another name.
         if twice := set(taken) & set(outputs):
             outputs = {
                 f"output_{name}" if name in twice else name: value
@@ -95,7 +96,7 @@ class Signature:
         return tuple(value for _, value in named_tensors(output))
 
     def answers(self, network: nn.Module, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the network's outputs by name, without gradients, numbers in float32.
+        """Return the network's outputs by name, without gradients, floats in float32.
 
         Raises:
             OptionError: The network does not run.
@@ -103,7 +104,7 @@ class Signature:
         """
         try:
             with torch.no_grad():
-                # The forward may write into its input.
+                # The forward may write into its input, so it gets copies.
                 outputs = self.call(network, [tensor.clone() for tensor in tensors])
         except NormswapError as error:
             raise NoAnswerError(error.what, error.why, _OTHERS) from None
@@ -133,10 +134,12 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
 
     Args:
         value: A tensor, or dicts, lists and records of tensors.
-        alone: The beginning of a name that has no word of its own.
+        alone: The name of a tensor that no key leads to. If the name would begin with a digit, this
+            word is put before it.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in named_tensors(value):
+        # Different names can become equal here, as a.b and a_b. A number is then added, below.
         key = name.replace(".", "_")
         if not key or key[0].isdigit():
             key = "_".join(filter(None, (alone, key)))

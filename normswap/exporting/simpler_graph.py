@@ -33,7 +33,7 @@ _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
 def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
-    """Return a tool's result for the network, or for a simpler network if it refuses the first.
+    """Return a tool's result for the network, or for its `simpler` form if the tool refuses it.
 
     Args:
         contents: The network.
@@ -77,13 +77,15 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
     module = pt2_file.traced(contents, copying.duplicate(contents.network, {})).module()
     assert isinstance(module, fx.GraphModule)
     for node in list(module.graph.nodes):
-        # Modules are torch's own checks of the inputs.
+        # The only modules in this graph are torch.export's checks of the inputs.
         if node.op == "call_module":
             module.graph.erase_node(node)
 
     constants = _constants(module)
     for count, (node, value) in enumerate(constants.items()):
         readers = [user for user in node.users if user not in constants]
+        # Parameters and buffers (`get_attr`) are stored already. A value that only constants read
+        # is not needed. Only tensors and numbers are stored.
         if node.op == "get_attr" or not readers or not isinstance(value, Tensor | int | float):
             continue
         if isinstance(value, Tensor):
@@ -92,6 +94,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
             )
             with module.graph.inserting_before(node):
                 value = module.graph.get_attr(f"constant_{count}")
+            # Later steps read the shape of a value in its `meta`.
             value.meta["val"] = node.meta["val"]
         for reader in readers:
             reader.args = _with({node: value}, reader.args)
@@ -104,18 +107,25 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
 
 @torch.no_grad()
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
-    """Return the values of all nodes that depend on no input. Empty if one is overwritten."""
+    """Return the values of all nodes that depend on no input.
+
+    The dict is empty if the graph writes into such a value, which is then no constant.
+    """
     constants: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr" and isinstance(
             value := attrgetter(str(node.target))(module), Tensor
         ):
             constants[node] = value
+        # Inputs, stored tensors and the output have a string as target and compute nothing. Random
+        # operators give another value at each run.
         if not callable(node.target) or torch.Tag.nondeterministic_seeded in getattr(
             node.target, "tags", ()
         ):
             continue
 
+        # An argument whose shape and type alone are read need not be constant: an empty tensor of
+        # that shape stands in for it.
         form = _form(node)
         read = [argument for argument in node.all_input_nodes if argument not in form]
         writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
@@ -128,7 +138,10 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
 
 def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
-    """Return the argument whose shape and type alone a node reads, and a tensor with both."""
+    """Return an empty tensor for the argument whose shape and type alone a node reads.
+
+    The dict has this argument as its key. It is empty for every other operator.
+    """
     if node.target not in _FORM:
         return {}
     tensor = node.args[_FORM[node.target]]
@@ -138,7 +151,7 @@ def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
 
 
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
-    """Return arguments with values in the place of the nodes that have one."""
+    """Return the arguments, with each node that has a value in `values` replaced by it."""
     return fx.node.map_arg(args, lambda argument: values.get(argument, argument))
 
 
@@ -162,7 +175,8 @@ def _as_slices(node: fx.Node) -> None:
     if source.target not in _RESHAPES:
         return
 
-    # The reshape must have split the last dimension, of which `axis` counts the parts.
+    # Only a split of the last dimension becomes slices. In the reshape, `axis` is then the
+    # dimension that counts the parts. Before it stand all dimensions of the tensor but the last.
     tensor = source.all_input_nodes[0]
     sizes = list(source.meta["val"].shape)
     axis = order[argument(node, 1, "dim", default=0)]
@@ -170,12 +184,14 @@ def _as_slices(node: fx.Node) -> None:
     if sizes[:axis] != outer:
         return
 
-    # Each part is a slice of the last dimension, reshaped and permuted without `axis`.
+    # Each part is a slice of the last dimension, reshaped and permuted without `axis`. Dimensions
+    # behind `axis` move forward by one.
     width = length // sizes[axis]
     other_sizes = sizes[:axis] + sizes[axis + 1 :]
     turned = [dim - (dim > axis) for dim in order if dim != axis]
     call = node.graph.call_function
     for user, index in picked.items():
+        # A negative index counts from the end.
         start = index % sizes[axis] * width
         with node.graph.inserting_before(user):
             section = call(_ATEN.slice.Tensor, (tensor, axis, start, start + width))
@@ -188,7 +204,10 @@ def _as_slices(node: fx.Node) -> None:
 
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:
-    """Return the nodes that take one part of a dimension, with the number of that part."""
+    """Return a dict from each node that takes one part of a dimension to the index of that part.
+
+    It is empty if `node` is neither a select nor an unbind whose parts are taken one by one.
+    """
     if node.target is _ATEN.select.int:
         return {node: cast(int, node.args[2])}
     if node.target is _ATEN.unbind.int and all(

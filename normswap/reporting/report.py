@@ -168,7 +168,8 @@ def collect(
     loader = None if images is None else images(result)
     batch, signal_inputs = _signal_inputs(result, loader)
 
-    # Without the source, its blocks and norms are those of a network built anew.
+    # The blocks and norms in the report are the source's. Without the source, they are taken from a
+    # new network of the same architecture.
     network = Network(result, calling.form(result).of(batch))
     before, notes = _source(network)
     bare = before or network.after(zoo.create(record.arch).to(network.device))
@@ -228,8 +229,9 @@ def _source(network: Network) -> tuple[Network | None, list[str]]:
     """Open the recorded source of a network.
 
     Returns:
-        The source, and notes for the report. The source is None if it cannot be opened, or if its
-        tensors have changed since the conversion; a note says which.
+        The source, and notes for the report. The source is None if none is recorded, if it cannot
+        be opened, or if its tensors have changed since the conversion. In the last two cases a note
+        says which.
     """
     result = network.module
     record = network.provenance
@@ -265,6 +267,7 @@ def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
             if edit.path in outcomes:
                 outcomes[edit.path] = planned_layers()[edit.layer].OUTCOME
         for path, outcome in step.outcomes.items():
+            # Steps may give a norm no sentence, or one that an earlier step gave already.
             if path in sentences and str(outcome) not in ("", *sentences[path]):
                 sentences[path].append(str(outcome))
 
