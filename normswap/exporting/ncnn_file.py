@@ -25,6 +25,7 @@ from normswap.exporting.signature import Signature
 from normswap.exporting.simpler_graph import or_simpler
 
 _MARK = "# normswap."
+# Layers that compute nothing.
 _BOOKKEEPING = ("Input", "Split", "MemoryData")
 
 
@@ -62,7 +63,7 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
 
     traced = place.with_name("network.pt")
     folder = place.parent
-    # torch's own writer ends the process when the disk is full.
+    # torch's own writer ends the process when the disk is full, so it writes into memory.
     buffer = io.BytesIO()
     with refusing("TorchScript cannot express the network"):
         torch.jit.save(torch.jit.trace(network, example, check_trace=False), buffer)

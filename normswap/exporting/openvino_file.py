@@ -47,8 +47,8 @@ def _model(contents: FileContents, beside: Path) -> ov.Model:
     import onnx
     import openvino as ov
 
-    # It lies in the folder of `atomic_write`. If the process is killed, the next export names that
-    # folder to the user.
+    # The temporary folder is made inside that of `atomic_write`. If the process is killed, the next
+    # export names the latter to the user.
     with tempfile.TemporaryDirectory(dir=beside) as folder:
         file = Path(folder) / "network.onnx"
         onnx.save(onnx_file.graph(contents), file)

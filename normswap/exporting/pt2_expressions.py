@@ -118,6 +118,7 @@ def _number(node: ast.AST) -> float:
     """Return the number at a node, or infinity if the node is no plain number."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand)
+    # sympy's `srepr` writes a number as a call: Integer(2).
     if isinstance(node, ast.Call) and len(node.args) == 1:
         return _number(node.args[0])
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
@@ -146,6 +147,7 @@ def _require_call(call: ast.Call, text: str) -> None:
     if not _FUNCTION.fullmatch(name):
         raise NotAllowedError(f"a call in the expression {shown(text)}")
 
+    # A keyword, such as integer=True, has a constant that is no text.
     for keyword in call.keywords:
         value = keyword.value
         if not keyword.arg or not isinstance(value, ast.Constant) or isinstance(value.value, str):
@@ -153,6 +155,7 @@ def _require_call(call: ast.Call, text: str) -> None:
 
     for position, argument in enumerate(call.args):
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            # Only the first argument may be text.
             if position or not _is_named_well(name, argument.value):
                 raise NotAllowedError(f"the text {shown(argument.value)} in an expression")
         else:

@@ -25,7 +25,7 @@ from normswap.exporting.settings import Quantization
 from normswap.graph.tracing import LINEAR
 
 _ATEN = torch.ops.aten
-# Nodes' records of the exporting machine's file names, and of torchao's steps.
+# Notes on nodes, of file names on the exporting machine and of torchao's steps. They are removed.
 _HISTORY = ("stack_trace", "from_node", "source_fn_stack")
 _KINDS = {_ATEN.conv2d.default: nn.Conv2d, _ATEN.linear.default: nn.Linear}
 
@@ -39,6 +39,7 @@ def write(contents: FileContents, file: Path) -> None:
     """
     network = contents.network
     if network.stored != network.dtype:
+        # The weights are stored in bfloat16. `_Cast` turns them into float32 when they are read.
         network = copying.duplicate(network, {})
         for module in [
             module for module in nn.Module.modules(network) if isinstance(module, LINEAR)
@@ -75,7 +76,7 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
 
 
 def _rename_keywords(program: ExportedProgram) -> None:
-    """Rename, in place, the tensors of layers that are called by words of Python.
+    """Rename, in place, the tensors whose path has a keyword of Python in it, such as `class`.
 
     torch writes the names into source code, where `heads.class.weight` is no name.
     """
@@ -90,20 +91,20 @@ def _rename_keywords(program: ExportedProgram) -> None:
 
 
 def _without_keywords(path: str) -> str:
-    """Return a dotted path in which an underscore follows each part that is a word of Python."""
+    """Return a dotted path in which an underscore follows each part that is a Python keyword."""
     parts = [f"{part}_" if keyword.iskeyword(part) else part for part in path.split(".")]
     return ".".join(parts)
 
 
 def has_keywords(network: nn.Module) -> bool:
-    """Return whether a layer or tensor of the network is called by a word of Python."""
+    """Return whether the path of a layer or tensor of the network has a Python keyword in it."""
     paths = [*copying.tree(network), *copying.tensors(network)]
     return any(path != _without_keywords(path) for path in paths)
 
 
 def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
     """Write the program, with the metadata as extra files of the archive."""
-    # torch's own writer ends the process when the disk is full.
+    # torch's own writer ends the process when the disk is full, so it writes into memory.
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files=dict(contents.metadata))
     file.write_bytes(buffer.getbuffer())
@@ -135,7 +136,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
             node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]
     quantizer = X86InductorQuantizer().set_global(quantization_config(torch.uint8, how.levels))
     rounded = calibrated(module, quantizer, how.images)
-    # torchao leaves the weights in fp32 beside those in int8.
+    # torchao leaves the weights in fp32 beside those in int8. No node reads them, so they go.
     read = {node.target for node in rounded.graph.nodes if node.op == "get_attr"}
     for name in dict(nn.Module.named_parameters(rounded, remove_duplicate=False)):
         if name not in read:
@@ -190,6 +191,7 @@ def quantization_config(activations: torch.dtype, levels: int) -> object:
         qscheme=torch.per_channel_symmetric,
         ch_axis=0,
     )
+    # The specifications of inputs, outputs, weights and biases. Biases are not quantized.
     return QuantizationConfig(between, between, weights, None)
 
 

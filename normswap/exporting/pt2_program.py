@@ -39,7 +39,8 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu", "meta")
 _DIALECTS = ("", "ATEN", "TRAINING")
 _STRIDED = 7
 
-# Operators by namespace; None: all that pass `require_operator`. torchvision's others read files.
+# The allowed operators of each namespace. None allows all that pass the other checks of
+# `require_operator`. torchvision's other operators read files.
 _NAMESPACES: Mapping[str, frozenset[str] | None] = {
     "aten": None,
     "prims": None,
@@ -49,7 +50,7 @@ _NAMESPACES: Mapping[str, frozenset[str] | None] = {
     ),
 }
 _OPERATOR = re.compile(r"torch\.ops\.([a-z_]+)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
-# Operators on memory as it lies: they believe sizes and indices that the file states.
+# Operators on raw memory. They trust the sizes and indices that the file states.
 _RAW_MEMORY = re.compile(
     r"set_|set_data|data|shallow_copy_data_|record_stream|_reshape_alias(_copy)?|_?resize_.*|resize.*"
     r"|.*(sparse|nested|csr|csc|bsr|bsc|cslt|semi_structured|fbgemm|mkldnn|prepacked).*|_test_.*"
@@ -130,7 +131,10 @@ def require_operator(target: str) -> None:
 
 
 def _require_schema(namespace: str, name: str, overload: str, target: str) -> None:
-    """Check the types of an operator's arguments, as torch has it: no file name, no raw storage."""
+    """Check that no argument of an operator can be a file name or raw storage.
+
+    The arguments' types are those that the installed PyTorch states for the operator.
+    """
     operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if not isinstance(operator, torch._ops.OpOverload):
         raise NotAllowedError(f"the operator {shown(target)}, which PyTorch does not know here")
@@ -144,6 +148,7 @@ def _require_schema(namespace: str, name: str, overload: str, target: str) -> No
 
     for argument in operator._schema.arguments:
         kind = str(argument.type)
+        # A text could name a file, so it is allowed only for the arguments of `_WORD_ARGUMENT`.
         plain = _PLAIN_ARGUMENT.fullmatch(kind) is not None
         word = kind in ("str", "Optional[str]") and _WORD_ARGUMENT.fullmatch(argument.name)
         if not plain and not word:
@@ -285,7 +290,9 @@ def _table(key_rule: Rule, rule: Rule) -> Rule:
 
 
 def _record(name: str, fields: Mapping[str, Rule]) -> Rule:
-    """Return a rule for a dict with some of these fields. Others must be empty, and are left out.
+    """Return a rule for a dict with some of these fields.
+
+    Any other key must have an empty value. It is left out.
 
     Args:
         name: The name of such records, for the error.
@@ -366,9 +373,11 @@ def _keys(context: object) -> object:
 
 
 def _call_tree(value: object) -> object:
-    """Return the tree of all inputs, of which arguments by name must be names in Python."""
+    """Return the tree of all inputs. The names of keyword arguments must be names in Python."""
     tree = _tree(value)
     _, spec = json.loads(str(tree))
+    # The first branch holds the positional arguments. The next one holds the keyword arguments,
+    # with their names as its context.
     for arguments in spec["children_spec"][1:]:
         for name in json.loads(arguments["context"] or "[]") or []:
             _identifier(name)
@@ -376,7 +385,10 @@ def _call_tree(value: object) -> object:
 
 
 def _plain_tensor(value: object) -> object:
-    """Return the shape and type of a tensor whose numbers the file holds, if it has an end."""
+    """Return the shape and type of a weight or constant, if its shape is fixed and not too large.
+
+    Its sides must be numbers, and it may have at most 2^32 values.
+    """
     meta = _TENSOR_META(value)
     assert isinstance(meta, dict)
     sides = [side.get("as_int") for side in meta["sizes"]]
