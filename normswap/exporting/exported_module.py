@@ -159,6 +159,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
         for module in nn.Module.modules(network)
         if isinstance(module, LINEAR) and "weight" in module._parameters
     ]
+    # The layers that compute what their weight says.
     plain = [
         layer for layer in linear if not own_forwards.is_own(layer) or own_forwards.computes(layer)
     ]
@@ -184,7 +185,10 @@ def _rounded(layer: nn.Module, levels: float) -> Tensor:
 def _step(layer: nn.Module, levels: float) -> Tensor:
     """Return the quantization step of each output channel: its largest weight over `levels`."""
     weight = layer.get_parameter("weight")
+    # The output channels are dimension 1 of a transposed convolution's weight, else dimension 0.
+    # All other dimensions are reduced.
     others = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]
+    # A channel of zeros would have the step 0, by which nothing can be divided.
     return (weight.abs().amax(others, keepdim=True) / levels).clamp_min(
         torch.finfo(weight.dtype).tiny
     )
@@ -228,6 +232,7 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
 
 
 def _halved(output: object) -> object:
+    """Return a floating-point tensor rounded to float16, in float32. Return others as they are."""
     if isinstance(output, Tensor) and output.is_floating_point():
         return output.half().float()
     return output

@@ -52,6 +52,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(contents: FileContents) -> bytes:
+    """Return the .tflite file that litert-torch makes of the network."""
     with silent():
         import litert_torch
 
@@ -176,6 +177,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         file: The path of the file.
         inside: Whether the function gives all values that the file computes on its way.
     """
+    # Refuse a file that takes weights from other files.
     _model(file)
     with silent():
         from ai_edge_litert.interpreter import Interpreter, OpResolverType
@@ -208,6 +210,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
     """Return the real numbers that a value of the file stands for: scale (value - zero)."""
+    # The scale of a value that is not quantized is 0.
     scale, zero = quantization
     tensor = torch.as_tensor(value)
     return scale * (tensor.float() - zero) if scale else tensor
@@ -220,6 +223,7 @@ def _operator_name(entry: Any, kinds: dict[int, str]) -> str:
     """
     if entry.customCode:
         return str(entry.customCode.decode())
+    # Older files have the number in the deprecated field alone, with 0 in the other.
     return kinds[max(entry.builtinCode, entry.deprecatedBuiltinCode)]
 
 

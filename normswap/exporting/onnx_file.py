@@ -99,7 +99,8 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
 
     network = contents.network
     traced: nn.Module | ExportedProgram = network
-    # torch's exporter writes the names of layers into source code.
+    # torch's exporter writes the names of layers into source code. `traced` changes those that are
+    # keywords of Python.
     if pt2_file.has_keywords(network):
         traced = pt2_file.traced(contents, network)
     program = torch.onnx.export(
@@ -211,6 +212,7 @@ def pool_means(graph: onnx.GraphProto) -> None:
             if node.op_type == "ReduceMean" and len(node.input) > 1
             else None
         )
+        # A node without inputs gets the rank 0.
         rank = ranks.get("".join(node.input[:1]), 0)
 
         # Only a mean over all sides of a map (N, C, ...) is a GlobalAveragePool.
@@ -303,7 +305,8 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     """
     import onnxruntime as ort
 
-    # The runtime would read weights from any place, so where they are is checked before.
+    # The runtime would read weights from any path. This call checks that the file names none
+    # outside of its folder.
     _loaded(file)
     content: Path | bytes = file
     if inside:
@@ -318,6 +321,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         content = model.SerializeToString()
 
     options = ort.SessionOptions()
+    # Only fatal errors are logged.
     options.log_severity_level = 4
     options.intra_op_num_threads = torch.get_num_threads()
     session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])

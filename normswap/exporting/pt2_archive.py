@@ -157,6 +157,8 @@ class _Entries:
 def _opened(file: Path) -> Iterator[_Entries]:
     """Open an archive for a `with` block, and turn what the block refuses into a SourceError.
 
+    The block is given the archive's entries.
+
     Raises:
         SourceError: The file holds something that is not opened, so the block has raised a
             NotAllowedError.
@@ -183,6 +185,7 @@ def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.Zip
     infos = archive.infolist()
     if len(infos) > _MOST_ENTRIES:
         raise NotAllowedError(f"{len(infos)} entries")
+    # Entries that neither overlap nor are compressed are together no larger than the file.
     if sum(info.file_size for info in infos) > os.fstat(stream.fileno()).st_size:
         raise NotAllowedError("entries that overlap or are compressed")
 
@@ -205,6 +208,7 @@ def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.Zip
 def _require_plain_entry(info: zipfile.ZipInfo) -> None:
     """Refuse an entry that is compressed, encrypted, a link, or leads out of a folder."""
     name = info.filename
+    # The Unix file mode, with the kind of the file. Some writers leave it at 0.
     mode = info.external_attr >> 16
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise NotAllowedError(f"the compressed entry {shown(name)}")
@@ -316,7 +320,8 @@ def _unpickle(entries: _Entries, name: str) -> object:
         _require_known_names(content)
         with quiet():
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    # torch.export.load would read by the full unpickler what the restricted one refuses.
+    # torch.export.load would read by the full unpickler what the restricted one refuses. So every
+    # error refuses the file here.
     except Exception:
         raise NotAllowedError(f"a pickle of more than tensors and numbers: {shown(name)}") from None
 
@@ -336,6 +341,8 @@ def _require_known_names(content: bytes) -> None:
         called = code.name in ("GLOBAL", "INST")
         if called and not _PICKLED_NAMES.fullmatch(str(argument)):
             raise NotAllowedError("a pickle")
+        # torch.save writes none of these codes. With STACK_GLOBAL and EXT, the name of what a
+        # pickle calls for does not stand beside the code.
         if code.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "PERSID"):
             raise NotAllowedError("a pickle")
 
