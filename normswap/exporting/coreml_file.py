@@ -59,7 +59,17 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
-    """Return Core ML's model of a float32 network, or of a simpler network if that fails."""
+    """Return Core ML's model of a network in float32.
+
+    Args:
+        network: The network, or a simpler form of it.
+        contents: The names and the example inputs of the file.
+        half: Whether the model computes in fp16.
+
+    Raises:
+        RefusedError: Core ML cannot express the network.
+        OSError: coremltools cannot write, as on a full disk.
+    """
     signature = contents.network.signature
     try:
         with refusing("Core ML cannot express the network"), silent():

@@ -115,6 +115,7 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _program(file: Path) -> Program:
+    """Return the program that a .pte file holds, as ExecuTorch's records. It is not run."""
     with silent():
         from executorch.exir._serialize._program import deserialize_pte_binary
 

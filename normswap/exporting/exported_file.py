@@ -1,6 +1,7 @@
 """An exported file as a MODEL.
 
-It is found by its ending, opened in its runtime, called as a network is, and held to another.
+It is found by its ending, opened in its runtime, called as a network is, and compared with a
+network.
 """
 
 from __future__ import annotations
@@ -107,10 +108,12 @@ class ExportedFile:
         self._require_images()
 
         image_input = self.body["input"]
+        # A file that normalizes images itself takes pixels in 0..1, so they are left as they are.
         normalization = self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
         labels = self.body["output"]["labels"]
         assumed = self.body["assumed"]
         stated: Cfg = {**self.body["resize"], **normalization}
+        # The record leaves out what the source network did not state.
         record: Cfg = {
             key: value for key, value in stated.items() if key != "to" and key not in assumed
         }

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# The precision of the arithmetic, by the precision of the weights.
 _ARITHMETIC = {"fp32": "fp32", "fp16": "fp16", "bf16": "fp32", "int8": "int8"}
 _REMARKS = {"bf16": "weights are stored in bf16; the arithmetic is fp32"}
 
@@ -219,7 +220,10 @@ def export(
 
 @contextmanager
 def unfolded(request: ExportRequest) -> Iterator[formats.Runs]:
-    """Write the source as it is as such a file, for a while, and yield the file in its runtime."""
+    """Write the source, not folded, to a temporary file of the same format.
+
+    The `with` block is given a function that runs the file in its runtime.
+    """
     source = _shipped(request, copying.duplicate(request.source, {}).eval())
     contents = FileContents(source, request.traced_on, request.settings.dynamic_batch)
     with tempfile.TemporaryDirectory() as folder:
