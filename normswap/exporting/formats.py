@@ -312,6 +312,7 @@ def choose(file: Path, name: str | None) -> Format:
 
 
 def _named(name: str) -> Format:
+    """Return the format of a name, without asking for the packages that it needs."""
     if name not in _FORMATS:
         raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
     return _FORMATS[name]
@@ -319,6 +320,7 @@ def _named(name: str) -> Format:
 
 def _name_of(file: Path, name: str | None) -> str:
     """Return the name of the format that is asked for, or that the file's ending says."""
+    # The format that the ending says, or None.
     meant = next(
         (other for other, form in _FORMATS.items() if form.ending == file.suffix.lower()), None
     )
@@ -326,6 +328,7 @@ def _name_of(file: Path, name: str | None) -> str:
         endings = ", ".join(f"{form.ending} ({other})" for other, form in _FORMATS.items())
         remedy = f"Known: {endings}; or name it: {spelled('format', metavar='NAME')}"
         raise OptionError(f"the ending '{file.suffix}' of {file} says no format", remedy=remedy)
+    # A name that is no format is refused later, by `_named`.
     if name in _FORMATS and meant not in (None, name):
         raise OptionError(
             f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two"
@@ -363,7 +366,7 @@ def check(file: Path, settings: FileSettings) -> Format:
 
 
 def _check_precision(form: Format, settings: FileSettings) -> None:
-    """Raise OptionError where a format has not the precision or the bits that are asked for."""
+    """Raise OptionError if a format lacks the precision or the weight bits that are asked for."""
     if settings.dtype not in form.dtypes:
         able = ", ".join(other for other, row in _FORMATS.items() if settings.dtype in row.dtypes)
         remedy = f"Its files are {' or '.join(form.dtypes)}"
@@ -426,6 +429,7 @@ def refusing(what: str) -> Iterator[None]:
         raise
     # A vendor's exporter may raise anything.
     except Exception as error:
+        # The message is that of the error from which all others were raised.
         while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]
         raise RefusedError(what, first_line(error)) from None
@@ -443,6 +447,7 @@ def quietly() -> Iterator[None]:
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Do as `quietly`, and also keep away what Python prints and what C++ writes to stderr."""
+    # C++ writes to file descriptor 2, which Python's redirection does not reach.
     error_stream = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
