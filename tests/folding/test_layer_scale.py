@@ -71,6 +71,21 @@ def test_exact(name: str) -> None:
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
 
 
+def test_one_beside_the_chosen_layers_stays() -> None:
+    """The linear layer before it is chosen, and the LayerScale is not."""
+    arch, args, side, _ = SMALL["vit"]
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, side, side, dtype=torch.float64)
+    model = lived_in(randomize(timm.create_model(arch, **args)), x)
+
+    chosen = ["blocks.0.norm1", "blocks.0.attn"]
+    result = normswap.convert(model, "folded", only=chosen, inputs=x).model
+
+    assert len(scaled(model)) == 4
+    assert scaled(result) == scaled(model)
+    assert distance(run(model, x), run(result, x)) <= TOLERANCE
+
+
 def test_unfold_gives_the_architecture_back() -> None:
     arch, args, side, _ = SMALL["vit"]
     torch.manual_seed(0)
