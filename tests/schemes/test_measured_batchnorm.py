@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
-from support.lived_in_networks import batchnorms
+from support.lived_in_networks import batchnorms, lived_in, run
 from support.narrow_networks import skeleton, source as lived
 from torch import Tensor, nn
 
@@ -268,3 +269,16 @@ def test_a_norm_of_two_convolutions_gets_the_bias_of_each_in_its_place() -> None
     like = Joined(normed=True)
     done = normswap.convert(net, "batchnorm", like=like, inputs=images()[0], calibrate=images())
     assert apart(net, done.model, images()[1]) < LIMIT
+
+
+def test_an_architecture_by_name_gets_the_networks_channels_and_classes() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 64, 64, dtype=torch.float64)
+    source = lived_in(timm.create_model("test_resnet", in_chans=1, num_classes=7), x)
+    folded = normswap.convert(source, "folded", inputs=x).model
+    bare = provenance.attach(folded, provenance.Provenance())
+
+    found = normswap.convert(bare, "batchnorm", inputs=x, calibrate=[x], like="test_resnet").model
+
+    assert found.state_dict().keys() == source.state_dict().keys()
+    assert run(found, x).shape == (2, 7)
