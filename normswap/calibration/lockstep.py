@@ -169,7 +169,7 @@ class Lockstep:
         # A forward that fails says here what is wrong, before anything is stored.
         trial = first.first(1) if takes_parts else first
         for model in models:
-            run(model, trial.map(torch.clone))
+            run(model, trial)
 
         self.batches: list[list[Values]] = []
         # The number of the user's images.

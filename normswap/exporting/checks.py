@@ -523,13 +523,11 @@ class _Compared:
         wide = self.first.map_floats(Tensor.double)
         in_double = list(running.outputs_double(source, wide).values())[self._place(name)]
 
-        moved = allowance.in_the_last_digit(self.first)
-        by_input = answers(source, tuple(moved.tensors()))[name]
-        other_weights = allowance.with_other_digits(source, calling.anchor(source).dtype)
-        by_weights = answers(other_weights, tuple(self.first.tensors()))[name]
+        moved = allowance.in_other_digits(source, self.first, calling.anchor(source).dtype)
+        by_last_digit = [answers(network, tuple(call.tensors()))[name] for network, call in moved]
 
         # A last digit may change the number of boxes. Then it says nothing about rounding.
-        others = (in_double, by_input, by_weights)
+        others = (in_double, *by_last_digit)
         changes = (distance(other, self.outputs[name]).relative_l2 for other in others)
         return max(filter(math.isfinite, changes), default=0.0)
 

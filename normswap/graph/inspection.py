@@ -96,11 +96,10 @@ def _functional_norms(traced: Traced) -> dict[str, str]:
     Weight standardization may call such a function on a weight. This is no norm of the network, so
     only calls on values that depend on the network's inputs count.
     """
-    images = [node for node in traced.nodes if node.op == "placeholder"]
     sentences: dict[str, str] = {}
     for node in traced.nodes:
         name = _NORM_FUNCTIONS.get(node.target)
-        if name is None or not any(traced.depends(node, image) for image in images):
+        if name is None or not traced.depends_on_inputs(node):
             continue
         # The innermost module whose forward runs here, or "" for the network itself.
         path = "".join(node.meta["inside"][-1:])

@@ -242,6 +242,11 @@ class Traced:
         """Whether the value of `node` is computed from the value of `on`, or is that value."""
         return bool(self.above(node) >> self._index[on] & 1)
 
+    def depends_on_inputs(self, node: fx.Node) -> bool:
+        """Whether the value of `node` is computed from an input of the network."""
+        entries = (other for other in self.nodes if other.op == "placeholder")
+        return any(self.depends(node, entry) for entry in entries)
+
     def main_input(self, node: fx.Node) -> fx.Node | None:
         """Return the input of `node` that carries the signal, or None if that is not clear.
 

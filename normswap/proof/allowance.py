@@ -9,6 +9,7 @@ input, or its weights, changed in the last digit; or in half precision itself ag
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -164,6 +165,22 @@ def apart(precision: str, example: Example, outputs: Outputs, others: Outputs) -
 def in_the_last_digit(example: Example) -> Example:
     """Return the example with every number changed in its last digit."""
     return example.map_floats(lambda tensor: tensor * (1 + 4 * torch.finfo(tensor.dtype).eps))
+
+
+def in_other_digits(
+    model: nn.Module, example: Example, dtype: torch.dtype
+) -> Iterator[tuple[nn.Module, Example]]:
+    """Yield two runs that differ from a network's by rounding alone, each as network and call.
+
+    In the first the input differs in its last digit, in the second the weights do.
+
+    Args:
+        model: The network.
+        example: The call.
+        dtype: The dtype of the network with other weights.
+    """
+    yield model, in_the_last_digit(example)
+    yield with_other_digits(model, dtype), example
 
 
 @torch.no_grad()

@@ -625,9 +625,8 @@ class _Comparison:
                 others.append(inside(to_double(module), example.map_floats(Tensor.double)))
         by_double = bool(others)
         if not by_double:
-            others.append(inside(module, allowance.in_the_last_digit(example)))
-            changed = allowance.with_other_digits(module, self.source.coarsest_dtype)
-            others.append(inside(changed, example))
+            moved = allowance.in_other_digits(module, example, self.source.coarsest_dtype)
+            others += [inside(network, call) for network, call in moved]
 
         measured: list[JudgedError] = []
         for error in errors:

@@ -164,10 +164,10 @@ def _own_change(source: nn.Module, example: Example, reference: Outputs) -> tupl
         The relative L2 of the larger change, by the input's last digit or the weights', and a
         sentence for reports. The sentence is empty unless a choice fell otherwise.
     """
-    by_input = outputs_double(source, allowance.in_the_last_digit(example))
-    by_weights = outputs_double(allowance.with_other_digits(source), example)
-    input_change = allowance.apart("float64", example, reference, by_input)
-    weight_change = allowance.apart("float64", example, reference, by_weights)
+    input_change, weight_change = (
+        allowance.apart("float64", example, reference, outputs_double(network, call))
+        for network, call in allowance.in_other_digits(source, example, torch.float64)
+    )
 
     hangs_on = ""
     # Rounding grows by a factor of 1e8 in no network that can be trained: a choice fell otherwise.

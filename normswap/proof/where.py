@@ -173,8 +173,7 @@ def _departures(
         output = outputs[node] = tracing.apply(traced, node, args, kwargs)
 
         # Only numbers that come from the input are compared.
-        depends_on_input = any(traced.depends(node, placeholder) for placeholder in placeholders)
-        if not depends_on_input or not isinstance(output, Tensor):
+        if not traced.depends_on_inputs(node) or not isinstance(output, Tensor):
             continue
         if not output.is_floating_point() or output.numel() <= 1:
             continue

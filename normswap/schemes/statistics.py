@@ -146,18 +146,33 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
         if not _goes_on(builder, node, linear=where == "conv"):
             continue
 
-        # Forward may be recorded on several inputs. Only the calls in one record are counted.
         shape = node.meta["shape"]
-        if len([call for call in builder.traced.calls[id(conv)] if call.graph is node.graph]) > 1:
-            builder.notes.append(f"{path} gets no norm: it is called more than once")
-        elif tensor_path := builder.traced.read_directly(conv):
-            builder.notes.append(f"{path} gets no norm: forward reads {tensor_path} by itself")
-        elif (
-            isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node)
-        ):
+        if not _can_be_followed(builder, path):
+            continue
+        if isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node):
             paths.append(path)
 
     return paths
+
+
+def _can_be_followed(builder: PlanBuilder, path: str) -> bool:
+    """Whether a norm can stand behind a layer. If none can, a note says why.
+
+    Args:
+        builder: The plan in the making, which gets the note.
+        path: The path of the layer.
+    """
+    traced = builder.traced
+    layer = traced.modules[path]
+    if traced.called(layer) > 1:
+        builder.notes.append(f"{path} gets no norm: it is called more than once")
+        return False
+
+    tensor_path = traced.read_directly(layer)
+    if tensor_path:
+        builder.notes.append(f"{path} gets no norm: forward reads {tensor_path} by itself")
+        return False
+    return True
 
 
 def hidden_layers(builder: PlanBuilder) -> list[str]:
@@ -185,13 +200,7 @@ def hidden_layers(builder: PlanBuilder) -> list[str]:
         activates = any(_bends(traced, reader) for reader in reading)
         goes_on = any(traced.depends(later, on=node) for later in calls if later is not node)
         is_flat = len(node.meta["shape"]) == 2
-        if not (activates and goes_on and is_flat):
-            continue
-        if traced.called(traced.modules[path]) > 1:
-            builder.notes.append(f"{path} gets no norm: it is called more than once")
-        elif tensor_path := traced.read_directly(traced.modules[path]):
-            builder.notes.append(f"{path} gets no norm: forward reads {tensor_path} by itself")
-        else:
+        if activates and goes_on and is_flat and _can_be_followed(builder, path):
             paths.append(path)
     return paths
 

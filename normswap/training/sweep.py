@@ -490,7 +490,7 @@ class Sweep:
             raise _StoppedError
         trial.set_user_attr("train_loss", end.train_loss)
         if end.is_at_chance:
-            trial.set_user_attr("state", "at chance")
+            trial.set_user_attr("lost", "at chance")
             trial.set_user_attr("note", f"top-1 is {end.top1:.1f} % of {end.classes} classes")
         return end.top1
 
@@ -514,12 +514,11 @@ class Sweep:
             if point is None or trial.state.name == "WAITING":
                 continue
 
-            state = trial.user_attrs.get("state") or _STATES.get(trial.state.name)
             lr, seed = point
             row = Trial(
                 lr=lr,
                 seed=seed,
-                state=state or trial.user_attrs["lost"],
+                state=trial.user_attrs.get("lost") or _STATES[trial.state.name],
                 top1=trial.value,
                 train_loss=trial.user_attrs.get("train_loss"),
                 note=trial.user_attrs.get("note", ""),
