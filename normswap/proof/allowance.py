@@ -184,7 +184,7 @@ def in_other_digits(
 
 
 @torch.no_grad()
-def with_other_digits(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+def with_other_digits(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of a network with every parameter changed in its last digit.
 
     Args:
