@@ -23,7 +23,10 @@ _ANSWERS_VARY = 0.95
 
 @torch.no_grad()
 def outputs(model: nn.Module, call: Example) -> Tensor:
-    """Return all floating-point outputs of a network for a batch, as (N, numbers) in float64.
+    """Return the floating-point outputs of a network for a batch, side by side, in float64.
+
+    The result (N, numbers) has a row for each image. Outputs without a row for each image are left
+    out.
 
     Args:
         model: The network.
@@ -66,12 +69,12 @@ def _floating_outputs(model: nn.Module, call: Example) -> list[Tensor]:
 
 
 def tells_images_apart(case: Case, share: float = _ANSWERS_VARY) -> bool:
-    """Whether answers differ between images about as much as with the images' own statistics.
+    """Whether outputs differ between images about as much as with the images' own statistics.
 
     Args:
         case: A network with images.
-        share: The difference between the answers must exceed this share of the difference under the
-            images' own statistics.
+        share: With the stored statistics, the outputs must differ between images by more than this
+            share of their difference with the images' own statistics.
     """
     assert case.images is not None, "only images tell"
     calls = case.images.calls
@@ -81,7 +84,10 @@ def tells_images_apart(case: Case, share: float = _ANSWERS_VARY) -> bool:
 
 
 def _variation(model: nn.Module, calls: Sequence[Example]) -> float:
-    """Return how much answers differ between images, as a share of their size (0 if none).
+    """Return how much the network's outputs differ between images, as a share of their size.
+
+    It is the L2 norm of the outputs' deviations from their mean over the images, divided by the L2
+    norm of the outputs, or 0 if there are no outputs.
 
     Args:
         model: The network.

@@ -101,8 +101,8 @@ def diagnose(
     notes += open_questions + remarks
 
     if not faults and not open_questions and case.sites and images is not None:
-        # The first fault explains later ones. Images that are prepared wrongly, for example, fit no
-        # statistics.
+        # The checks end at the first fault, because it explains later ones. For example, images
+        # that are prepared wrongly fit no statistics.
         for check in ON_IMAGES:
             faults, open_questions, remarks = _answers_of(case, [check])
             notes += remarks
@@ -117,7 +117,7 @@ def diagnose(
 
 
 def _answers_of(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], list[str], list[str]]:
-    """Run checks on a network.
+    """Run checks on a network, and sort what they yield.
 
     Returns:
         The faults, the questions that cannot be decided (as text), and the remarks.
@@ -137,9 +137,10 @@ def _answers_of(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], lis
 
 
 def _with_effects(case: Case, faults: list[Finding]) -> list[Finding]:
-    """Return the faults, with the effect of the remedy in the evidence.
+    """Return the faults, with the effect of the remedy in the evidence if it is `recalibrate`.
 
-    If `recalibrate` mends a fault, its evidence says how much that changes the answers.
+    The effect is how much `normswap recalibrate` changes the network's outputs. Without images it
+    is not measured.
     """
     if not any(case.recalibrate in fault.mend for fault in faults):
         return faults

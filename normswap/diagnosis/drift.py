@@ -126,8 +126,10 @@ def measured_drifts(case: Case) -> list[Drift]:
 
     drifts: list[Drift] = []
     for site in case.sites:
+        # The norm stores no statistics, or the images give none for it.
         if not len(site.mean) or any(site.path not in part for part in parts):
             continue
+        # Every part of the images gives the norm's input a mean and a variance of its own.
         pairs = [part[site.path] for part in parts]
         means = torch.stack([mean for mean, _ in pairs])
         variances = torch.stack([var for _, var in pairs])
@@ -162,10 +164,13 @@ def _differences(site: StoredNorm, mean: Tensor, var: Tensor) -> tuple[Tensor, T
 
 
 def _median_size(by_part: Tensor) -> tuple[float, float]:
-    """Return the size of the mean over parts, in the median channel, and its standard error.
+    """Return the size of a difference in the median channel, and its standard error there.
+
+    A channel's difference is the mean over the parts of the images. Its standard error follows from
+    how much the parts differ.
 
     Args:
-        by_part: A difference by part of the images and channel, (P, C).
+        by_part: The difference in each part of the images and each channel, (P, C).
     """
     size = by_part.mean(0).abs().median()
     error = (by_part.std(0) / PARTS**0.5).median()
@@ -175,8 +180,8 @@ def _median_size(by_part: Tensor) -> tuple[float, float]:
 def roots_for_variances(case: Case) -> Iterator[Finding | str]:
     """Find standard deviations that are stored as variances.
 
-    Their squares are the variances that images show. A text that is yielded, here and in the other
-    checks, is a question that stays open.
+    One finding is yielded if the squares of the stored numbers are the variances that the images
+    show.
     """
     drifts = measured_drifts(case)
     if not drifts:
@@ -184,13 +189,16 @@ def roots_for_variances(case: Case) -> Iterator[Finding | str]:
 
     stored_var = torch.cat([drift.site.var.cpu() for drift in drifts])
     seen_var = torch.cat([drift.seen[1] for drift in drifts])
+    # Dead channels are left out: their variance is about 0, and so is its square.
     is_alive = (stored_var > _DEAD_VARIANCE) & (seen_var > _DEAD_VARIANCE)
     stored_log = stored_var[is_alive].log()
     seen_log = seen_var[is_alive].log()
-    as_variances = (seen_log - stored_log).abs().median()
-    as_deviations = (seen_log - 2 * stored_log).abs().median()
 
-    if as_deviations < _SQUARES_FIT and as_deviations * _SQUARES_NEARER < as_variances:
+    # The distance of the measured variances from the stored numbers, and from their squares.
+    distance = (seen_log - stored_log).abs().median()
+    squares_distance = (seen_log - 2 * stored_log).abs().median()
+
+    if squares_distance < _SQUARES_FIT and squares_distance * _SQUARES_NEARER < distance:
         sites = [drift.site for drift in drifts]
         line = python_line(case, sites, "norm.running_var.square_()")
         yield Finding(
@@ -207,34 +215,60 @@ def roots_for_variances(case: Case) -> Iterator[Finding | str]:
 
 
 def drifted(case: Case) -> Iterator[Finding | str]:
-    """Find norms whose stored statistics do not fit the images, or yield an open question.
+    """Find norms whose stored statistics do not fit the images.
 
     Either the images are of another domain, or the statistics are of other weights.
+
+    Yields:
+        A finding or, if training may have frozen the statistics, the question whether it has, as a
+        sentence for the user.
     """
+    # If no norm by itself is far off, many small drifts together may be a fault.
     drifts = measured_drifts(case)
     off = [drift for drift in drifts if drift.is_off]
     findings = [_far_off(case, drifts, off)] if off else [*_many_small_drifts(case, drifts)]
+
+    # Images without colours may change nothing but the variances of the first norm.
     if not findings and drifts and case.images is not None and case.images.colourless:
         findings = [*_without_colours(case, drifts[0])]
 
     for finding in findings:
         named = _with_cause(case, finding)
-        # Frozen statistics explain neither a finding that has a cause of its own, nor a drift that
-        # begins at the first norm.
-        concerns_statistics = named.name in ("wrong-statistics", "drifted-domain")
-        may_be_frozen = concerns_statistics and not drifts[0].is_off and case.of_other_weights
-        if may_be_frozen and tells_images_apart(case):
+        if _is_explained_by_freezing(case, named, drifts):
             yield frozen_or_stale(case, named.evidence)
         else:
             yield named
 
 
-def frozen_or_stale(case: Case, evidence: str) -> str:
-    """Return the note on statistics of other weights that training may have frozen.
+def _is_explained_by_freezing(case: Case, finding: Finding, drifts: list[Drift]) -> bool:
+    """Whether the statistics may drift because training froze them and went on with the weights.
+
+    Then they belong to earlier weights, and the network is right with them.
 
     Args:
         case: The network.
-        evidence: What was seen, with which the note begins.
+        finding: The finding on the drift.
+        drifts: The drift of every norm.
+    """
+    # Another cause is known, such as images without colours.
+    if finding.name not in ("wrong-statistics", "drifted-domain"):
+        return False
+    # A drift that begins at the first norm is laid to the images (`_far_off`).
+    if drifts[0].is_off:
+        return False
+    # The stored means must be those of other weights, and the answers those of a trained network.
+    return case.of_other_weights and tells_images_apart(case)
+
+
+def frozen_or_stale(case: Case, evidence: str) -> str:
+    """Return a sentence for statistics of other weights that training may have frozen.
+
+    The sentence asks the user which is true: that they were frozen, or that they were not measured
+    after the weights changed.
+
+    Args:
+        case: The network.
+        evidence: What was seen. The sentence begins with it.
     """
     remark = ""
     if case.images is None:
@@ -253,7 +287,14 @@ def _images(case: Case) -> ImageBatches:
 
 
 def _without_colours(case: Case, first: Drift) -> Iterator[Finding]:
-    """Yield a finding if the first norm was trained on colours and the images have none."""
+    """Yield a finding if the first norm stores the variances of images with colours.
+
+    The caller has found that the images have none.
+
+    Args:
+        case: The network.
+        first: The drift of the first norm.
+    """
     if first.has_other_details:
         yield Finding(
             "grey-images",
@@ -279,6 +320,7 @@ def _with_cause(case: Case, finding: Finding) -> Finding:
             mend=f"give it images with colours; for a use without them: {case.recalibrate}",
         )
 
+    # Betas count as lost if most norms have none beside their trained gammas.
     zero_betas = [site for site in case.sites if _has_trained_gamma(site) and _has_zero_beta(site)]
     if 2 * len(zero_betas) > len(case.sites):
         count = count_text(zero_betas, case.sites)
@@ -313,8 +355,8 @@ def _far_off(case: Case, drifts: list[Drift], off: list[Drift]) -> Finding:
     """
     worst = max(off, key=lambda drift: drift.mean + drift.log_var)
 
-    # Other images make a difference from the first norm on, which drifts far, or by other fine
-    # details. If the first norm fits, the images are not the cause.
+    # Images of another domain already change what the first norm reads. It then drifts far, or only
+    # its variances do not fit, as with blurred images. If the norm fits, the images are no cause.
     by_images = off[0] is drifts[0] or drifts[0].has_other_details
     cause = (
         "the stem fits these images, so the statistics are wrong, or the gammas and weights before"
@@ -338,7 +380,7 @@ def _far_off(case: Case, drifts: list[Drift], off: list[Drift]) -> Finding:
 def _drift_finding(
     case: Case, drifts: list[Drift], *, evidence: str, cost: str, by_images: bool
 ) -> Finding:
-    """Return a finding of drift.
+    """Return the finding that stored statistics do not fit the images, named by its cause.
 
     Args:
         case: The network.
@@ -364,7 +406,7 @@ def _drift_finding(
 
 @torch.no_grad()
 def _many_small_drifts(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
-    """Find statistics that are each a little off, and together change the answers.
+    """Find statistics that are each a little off, and together change the network's outputs.
 
     Pruning the weights, or measuring the statistics on few images, has this effect.
 
@@ -378,13 +420,16 @@ def _many_small_drifts(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
     if case.images.count < _ENOUGH_IMAGES or calls[0].count < _ENOUGH_IN_BATCH:
         return
 
-    stored = outputs(case.model, calls[0])
-    renewed = outputs(case.renewed(calls), calls[0])
+    # The outputs for the first batch: with the stored statistics, with those of all images, and
+    # with those of either half of the images.
+    with_stored = outputs(case.model, calls[0])
+    with_renewed = outputs(case.renewed(calls), calls[0])
     by_first_half = outputs(case.renewed(calls[::2]), calls[0])
     by_second_half = outputs(case.renewed(calls[1::2]), calls[0])
 
-    size = renewed.norm().clamp_min(1e-30)
-    change = float((stored - renewed).norm() / size)
+    # The change must be large by itself, and larger than the choice of images alone makes it.
+    size = with_renewed.norm().clamp_min(1e-30)
+    change = float((with_stored - with_renewed).norm() / size)
     chance = float((by_first_half - by_second_half).norm() / size)
     if change < _ANSWER_CHANGE or change < _BEYOND_HALVES * chance:
         return
@@ -415,7 +460,8 @@ def _many_small_drifts(case: Case, drifts: list[Drift]) -> Iterator[Finding]:
 def contradicted(case: Case) -> Iterator[Finding | str]:
     """Find running means that the norm before and the weights between cannot produce.
 
-    Such means are stale, belong to another norm, or were frozen in training.
+    Such means are stale, belong to another norm, or were frozen in training. For the last case the
+    question whether they were frozen is yielded, as a sentence for the user, and no finding.
     """
     sites = [site for site in case.sites if contradicts_weights(case, site)]
     if not sites:
@@ -456,7 +502,8 @@ def contradicted(case: Case) -> Iterator[Finding | str]:
 def contradicts_weights(case: Case, site: StoredNorm) -> bool:
     """Whether a norm's running means contradict the means that the weights before it predict.
 
-    They do if both hardly correlate over the channels, and if the median channel is far off.
+    They do if the two hardly correlate over the channels, and differ much in the median channel.
+    Means that cannot be compared do not contradict the weights.
 
     Args:
         case: The network that is diagnosed.
@@ -472,8 +519,8 @@ def contradicts_weights(case: Case, site: StoredNorm) -> bool:
 def _may_be_frozen(case: Case) -> bool:
     """Whether the network works with its statistics, so that training may have frozen them.
 
-    With images the answers must differ between images. Without images the outputs of the norms must
-    not grow from layer to layer.
+    With images, the network's outputs must differ between them as in a trained network. Without
+    images, the outputs of the norms must not grow from layer to layer.
     """
     if case.images is not None:
         return tells_images_apart(case)
@@ -482,12 +529,14 @@ def _may_be_frozen(case: Case) -> bool:
     norms = {site.path: model.get_submodule(site.path) for site in case.sites}
     try:
         moments = channel_moments.measure(model, norms, case.network.examples[:1]).moments
+    # A network that does not run has not been seen to work.
     except NormswapError:
         return False
 
     for site in case.sites:
         if site.path not in moments or not len(site.mean):
             continue
+        # The mean square, per channel, of the norm's output before gamma and beta.
         mean = moments[site.path].mean.to(site.mean)
         var = moments[site.path].variance.to(site.mean)
         output_squares = ((mean - site.mean).square() + var) / (site.var + site.eps)
@@ -521,6 +570,7 @@ def _swapped(case: Case, off: list[StoredNorm]) -> tuple[StoredNorm, StoredNorm]
             continue
         first_predicted, _ = case.predicted[first.path]
         likeness = correlation(first_predicted, second.mean)
+        # If no means are predicted for the second norm, the first likeness decides alone.
         likeness_back = 1.0
         if second.path in case.predicted:
             second_predicted, _ = case.predicted[second.path]

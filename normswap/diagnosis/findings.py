@@ -165,7 +165,7 @@ class Case:
         return None if self.anatomy is None else self.anatomy.traced
 
     def calls(self, site: StoredNorm) -> list[fx.Node]:
-        """Return the calls of a norm in the recorded forward."""
+        """Return the calls of a norm in the recorded forward. Without one there are none."""
         if self.traced is None:
             return []
         return self.traced.calls.get(id(site.module), [])
@@ -223,6 +223,8 @@ class Case:
         except NormswapError:
             return []
 
+        # The network was copied for each part of the images. In such a copy, each norm stores the
+        # statistics that its input has on this part.
         moments_by_part = []
         for norms in renewed:
             moments = {
@@ -254,9 +256,10 @@ class Case:
 
     @cached_property
     def of_other_weights(self) -> bool:
-        """Whether most norms keep statistics of other weights than the network has.
+        """Whether most norms store statistics of other weights than the network has.
 
-        This is a fault, unless training went on with frozen statistics.
+        Their running means then correlate too little with the means that the weights predict. This
+        is a fault, unless training went on with frozen statistics.
         """
         likenesses = [self.likeness(site) for site in self.sites]
         known = [likeness for likeness in likenesses if likeness is not None]
@@ -264,7 +267,7 @@ class Case:
 
     @cached_property
     def bare(self) -> nn.Module | None:
-        """The network as its library builds it, or None if its architecture is not known."""
+        """The network as its library builds it, untrained. None if that cannot be found."""
         try:
             arch = provenance.of(self.model).arch or zoo.identify(self.model, self._set_alike)
             return None if arch is None else zoo.skeleton(arch)
@@ -272,9 +275,13 @@ class Case:
             return None
 
     def _set_alike(self, bare: nn.Module) -> nn.Module:
-        """Give the norms of a bare network the eps and momentum of this one, in place.
+        """Copy the eps and momentum of this network's norms to a newly built one, and return it.
 
-        Both may be wrong in this network, so its architecture is recognized whatever they are.
+        `zoo.identify` compares the two to recognize the architecture. It shall do so even if eps or
+        momentum is wrong in this network.
+
+        Args:
+            bare: The newly built network, which is changed in place.
         """
         modules_here = dict(nn.Module.named_modules(self.model))
         for path, norm in nn.Module.named_modules(bare):
@@ -292,7 +299,7 @@ class Case:
     def recalibrate_and_measure(self) -> str:
         """The command that measures the statistics anew, with a warning.
 
-        The warning is for networks that may have been trained with the statistics they keep.
+        The warning is for networks that may have been trained with the statistics that they store.
         """
         return (
             f"{self.recalibrate}, and measure before and after: if the training ended with frozen"
@@ -315,11 +322,13 @@ def rule(
     *,
     unless: str = "",
 ) -> Check:
-    """Return a check of each norm by itself.
+    """Return a check that tests each norm by itself for one fault.
+
+    The check yields one finding that names all norms with the fault, or nothing if there are none.
 
     Args:
         name: The name of the finding.
-        hits: Whether a norm has the fault.
+        hits: Tells whether a norm has the fault.
         evidence: The evidence, in which "{}" stands for the number of norms that have the fault.
         cost: The harm that the fault does.
         mend: The remedy, in which "{}" stands for the network's name. The default is to measure the
@@ -345,11 +354,12 @@ def rule(
 
 
 def with_exception(evidence: str, unless: str) -> str:
-    """Return evidence, followed by the past that explains the same numbers in a sound network.
+    """Return evidence, followed by "No fault if" and the exception, if there is one.
 
     Args:
         evidence: What was seen.
-        unless: The past, as the end of a sentence that begins with "No fault if". It may be empty.
+        unless: The past of a sound network that leaves the same numbers, such as `it was trained in
+            eval mode`. It is empty if there is none.
     """
     return f"{evidence}. No fault if {unless}" if unless else evidence
 
@@ -360,12 +370,14 @@ def python_line(case: Case, sites: Sequence[StoredNorm], statement: str) -> str:
     Args:
         case: The network, which the line calls `model`.
         sites: The norms.
-        statement: The statement for each norm, in which the norm is called `norm`.
+        statement: The statement for each norm, in which the norm is called `norm`, such as
+            `norm.eps = 0.001`.
     """
-    # In the statement for one norm, its name is replaced by what fetches it from the network.
+    # For one norm: model.get_submodule('bn1').eps = 0.001
     if len(sites) == 1:
         return statement.replace("norm", f"model.get_submodule({sites[0].path!r})", 1)
 
+    # The norms need not be listed if they are all modules that have a running variance.
     chosen = {id(site.module) for site in sites}
     with_statistics = {
         id(module) for module in nn.Module.modules(case.model) if hasattr(module, "running_var")
@@ -379,11 +391,14 @@ def python_line(case: Case, sites: Sequence[StoredNorm], statement: str) -> str:
 
 
 def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...]:
-    """Return the norms with population statistics, each once.
+    """Return the BatchNorms of a network, each once, as it stores them.
+
+    The norms of the recorded graph come first, in the order of the forward pass. The others follow
+    in the order of the modules.
 
     Args:
         model: The network.
-        anatomy: Its recorded graph, which gives the order, or None.
+        anatomy: Its recorded graph. With None the order is that of the modules.
     """
     modules = dict(nn.Module.named_modules(model))
     recorded = [norm.path for norm in getattr(anatomy, "norms", ())]
@@ -394,7 +409,7 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
 
 
 def _stored_norm(path: str, module: nn.Module) -> StoredNorm:
-    """Return the record of the norm at a path."""
+    """Return a norm as the network stores it: statistics, gamma, beta and settings."""
     mean = torch.zeros(0, dtype=torch.float64)
     var = torch.zeros(0, dtype=torch.float64)
     site = site_of(module)
@@ -417,6 +432,7 @@ def _stored_norm(path: str, module: nn.Module) -> StoredNorm:
 
 
 def _tensor_or_none(module: nn.Module, name: str) -> Tensor | None:
+    """Return a module's parameter in float64, or None if it has none of that name."""
     value = getattr(module, name, None)
     return value.detach().double() if isinstance(value, Tensor) else None
 

@@ -43,15 +43,19 @@ class ImageBatches:
         Raises:
             SourceError: The images are unusable or too few.
         """
-        unsorted = cls(tuple(first_images(model, batches, MOST)))
-        mixed = unsorted._shuffled(model) if unsorted.images is not None else unsorted._cut()
-        if len(mixed.calls) < PARTS or mixed.calls[0].count < 2:
+        as_read = cls(tuple(first_images(model, batches, MOST)))
+        equal = as_read._shuffled(model) if as_read.images is not None else as_read._cut()
+        # Every part of the images needs a batch, and a variance needs two images.
+        if len(equal.calls) < PARTS or equal.calls[0].count < 2:
             why = f"a diagnosis needs {2 * PARTS} at least, that can be split into {PARTS} batches"
-            raise SourceError(f"{mixed.count} images are too few", why)
-        return mixed
+            raise SourceError(f"{equal.count} images are too few", why)
+        return equal
 
     def _shuffled(self, model: nn.Module) -> ImageBatches:
-        """Return the images in random order, because a folder gives them class by class."""
+        """Return the images in random order, in batches of one size, at least `PARTS` if possible.
+
+        The order is random because a folder gives its images class by class.
+        """
         assert self.images is not None
         size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
         # The last images, if they do not fill a batch, are left out.
@@ -59,8 +63,8 @@ class ImageBatches:
         whole_batches = order[: len(order) // size * size]
         images = self.images[whole_batches.to(self.images.device)]
 
-        read = form(model).of
-        return ImageBatches(tuple(read(batch).like(model) for batch in images.split(size)))
+        call_with = form(model).of
+        return ImageBatches(tuple(call_with(batch).like(model) for batch in images.split(size)))
 
     def _cut(self) -> ImageBatches:
         """Return the batches that have the size of the first, cut in `PARTS` if they are too few.

@@ -45,8 +45,8 @@ _ROUNDED = 0.02
 _BATCH = 32
 # Exchanged colours are reported if they lower the entropy by so many nats, and by so many standard
 # errors of the mean over images.
-_SURER = 0.05
-_SURER_ERRORS = 4.0
+_LEAST_GAIN = 0.05
+_LEAST_GAIN_ERRORS = 4.0
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,20 @@ class _Preparation:
         return (pixels - _as_maps(self.mean, pixels)) / _as_maps(self.std, pixels)
 
     def undo(self, images: Tensor) -> Tensor:
-        """Return the pixels of images that were prepared like this, in the usual colour order."""
+        """Return the pixels of images that were prepared with this mean and standard deviation.
+
+        The channels stay in the order in which they are given, whatever `reverses` says.
+        """
         return images * _as_maps(self.std, images) + _as_maps(self.mean, images)
 
 
 def _as_maps(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """Return values per channel as (C, 1, 1)."""
+    """Return values per channel as a tensor (C, 1, 1), with the dtype of `like`."""
     return torch.tensor(values, dtype=like.dtype).reshape(-1, 1, 1)
 
 
 def _joined(values: tuple[float, ...], digits: str) -> str:
+    """Return numbers with commas between, each by a format such as `.4g`."""
     return ",".join(f"{value:{digits}}" for value in values)
 
 
@@ -96,8 +100,9 @@ class _PreparationTrial:
     Args:
         preparation: The preparation.
         pixels: The pixels (N, C, H, W).
-        given_as: How the images must have been given, in words, to be these pixels. Empty for
-            images that were given as the network states.
+        given_as: A clause for the report on how the images were given, such as `, given as pixels
+            in 0..255`. It is empty if the pixels follow from the preparation that the network
+            states.
     """
 
     preparation: _Preparation
@@ -111,12 +116,19 @@ class _PreparationTrial:
 
 
 def unfit_preprocessing(case: Case) -> Iterator[Finding]:
-    """Find another preparation of the images that fits the first norm clearly better."""
+    """Find another preparation of the images that fits the first norm clearly better.
+
+    The network's preparation of images is their mean and standard deviation, and the order of their
+    colours. A finding is yielded if another preparation brings the first norm's input much nearer
+    to its statistics, and nothing otherwise.
+    """
+    # `images.images` is None if the network takes something other than images.
     if case.images is None or case.images.images is None:
         return
     config = data_config(case.model)
     images = case.images.images.cpu()
     channels = images.shape[1]
+    # The stated preparation is not for images with this number of channels.
     if len(config["mean"]) != channels:
         return
     present = _Preparation(tuple(config["mean"]), tuple(config["std"]), reverses=False)
@@ -125,7 +137,7 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     if present_distances is None or present_distances[0] < _FAR:
         return
 
-    # The trial that is nearest in all images.
+    # Look for the trial whose distance over all images is least.
     best = _PreparationTrial(present, present.undo(images))
     least = present_distances
     for trial in _trials(present, images):
@@ -134,8 +146,8 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
             best = trial
             least = distances
 
-    # How many times nearer the best trial is than the stated preparation, in all images and in each
-    # part.
+    # The best trial must be nearer than the stated preparation by a factor, in all images and in
+    # each part of them. The other distance that `_CLEARLY` asks for is that over all images.
     ratios = [
         before / max(after, 1e-9) for after, before in zip(least, present_distances, strict=True)
     ]
@@ -158,13 +170,16 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
 def exchanged_colours(case: Case) -> Iterator[Finding]:
     """Find images whose red and blue are exchanged, by the scores of a classifier.
 
-    Exchanging them hardly moves the statistics of photographs. But a classifier is surer of its
-    answers to images as it was trained on: their scores have a lower entropy.
+    The exchange hardly moves the statistics of photographs. But a classifier is surer of its
+    answers to images like those that it was trained on: their scores have a lower entropy. A
+    finding is yielded if the entropy is clearly lower with red and blue exchanged.
     """
+    # `images.images` is None if the network takes something other than images.
     if case.images is None or case.images.images is None:
         return
     images = case.images.images.cpu()
     config = data_config(case.model)
+    # Only three channels that differ have an order of colours.
     if images.shape[1] != 3 or len(config["mean"]) not in (1, 3) or case.images.colourless:
         return
 
@@ -176,13 +191,15 @@ def exchanged_colours(case: Case) -> Iterator[Finding]:
     as_given = ImageBatches.read(case.model, images.split(_BATCH))
     given_entropy = _entropies(case.model, as_given)
     reversed_entropy = _entropies(case.model, reversed_images)
+    # The network is no classifier.
     if given_entropy is None or reversed_entropy is None:
         return
 
-    # By how many nats exchanged colours lower each image's entropy, and the mean's standard error.
+    # The exchange lowers the entropy of each image by `gain` nats. The mean of the gains must be
+    # large by itself, and large beside its standard error.
     gain = given_entropy - reversed_entropy
-    error = float(gain.std()) / len(gain) ** 0.5
-    if float(gain.mean()) < max(_SURER, _SURER_ERRORS * error):
+    standard_error = float(gain.std()) / len(gain) ** 0.5
+    if float(gain.mean()) < max(_LEAST_GAIN, _LEAST_GAIN_ERRORS * standard_error):
         return
     yield _of_preparation(
         case,
@@ -203,9 +220,10 @@ def _of_preparation(case: Case, preparation: _Preparation, *, evidence: str, cos
     Args:
         case: The network and its images.
         preparation: The preparation that the network expects.
-        evidence: What shows it.
-        cost: What it costs.
+        evidence: A sentence with the figures that show it.
+        cost: The harm that the present preparation does.
     """
+    # The finding names the first norm, whose input the images make.
     return Finding(
         "preprocessing",
         paths=tuple(site.path for site in case.sites[:1]),
@@ -225,7 +243,10 @@ def _entropies(model: nn.Module, images: ImageBatches) -> Tensor | None:
 
 
 def _trials(present: _Preparation, images: Tensor) -> Iterator[_PreparationTrial]:
-    """Yield the trials: first with the pixels that the stated preparation gives, then with others.
+    """Yield every pair of pixels and preparation that is worth a trial.
+
+    The pixels are first those that the stated preparation was applied to. Then they are those of
+    images that were given in another way, such as pixels in 0..255.
 
     Args:
         present: The preparation that the network states.
@@ -242,13 +263,17 @@ def _trials(present: _Preparation, images: Tensor) -> Iterator[_PreparationTrial
 
 
 def _as_pixels(images: Tensor, present: _Preparation) -> Iterator[tuple[Tensor, str]]:
-    """Yield other readings of images as pixels in 0..1, each with how the images were given.
+    """Yield the pixels in 0..1 of images that were not prepared as the network states.
 
-    The images may not have been normalized, or in another way than the network states.
+    The images may not have been normalized, or with another mean and standard deviation. Each way
+    that leads to pixels in 0..1 is yielded.
 
     Args:
         images: The images as they were given, (N, C, H, W).
         present: The preparation that the network states.
+
+    Yields:
+        The pixels (N, C, H, W), and a clause for the report on how the images were given.
     """
     least, most = images.aminmax()
     if least >= 0 and most <= 1:
@@ -256,10 +281,12 @@ def _as_pixels(images: Tensor, present: _Preparation) -> Iterator[tuple[Tensor, 
     elif least >= 0 and most <= 255:
         yield images * _BYTE, ", given as pixels in 0..255"
 
-    # Whoever forgot the deviations divided by 1; whoever forgot the means subtracted 0.
+    # Somebody may have applied only the means, which divides by 1, or only the deviations, which
+    # subtracts 0.
     half_done = ((present.mean, (1.0,)), ((0.0,), present.std))
     for mean, std in (*_USUAL, *half_done):
         preparation = _Preparation(mean, std, reverses=False)
+        # A pair for another number of channels does not apply. The stated pair is no other way.
         if len(mean) not in (1, images.shape[1]) or preparation == present:
             continue
         pixels = preparation.undo(images)
@@ -288,9 +315,13 @@ def _preparations(
 
 
 def _fits_most_norms(case: Case, images: Tensor) -> bool:
-    """Whether most norms fit images that are prepared otherwise.
+    """Whether the stored statistics of at least half of the norms fit images.
 
-    If they do not fit, the preparation is not what is wrong.
+    If they do not fit, the preparation of the images is not what is wrong.
+
+    Args:
+        case: The network that is diagnosed.
+        images: The images in the preparation that is tried, (N, C, H, W).
     """
     batches = ImageBatches.read(case.model, images.split(_BATCH))
     drifts = measured_drifts(replace(case, images=batches))
@@ -298,7 +329,10 @@ def _fits_most_norms(case: Case, images: Tensor) -> bool:
 
 
 def _mend(case: Case, preparation: _Preparation) -> str:
-    """Return the advice: options to type, or a change of the stem, for such images.
+    """Return the advice on how to give the network images in another preparation.
+
+    The advice is a command line with options. If the order of the colours is wrong, for which there
+    is no option, the advice is to change the stem or the images.
 
     Args:
         case: The network that is diagnosed.
@@ -313,9 +347,10 @@ def _mend(case: Case, preparation: _Preparation) -> str:
             f" images; with {options}"
         )
 
-    # The options that were given before are replaced.
-    name = re.sub(r" --image-(mean|std) \S+", "", case.name)
-    return f"say it wherever images are read: {name} {options}"
+    # `case.name` is the MODEL as it was typed, with its options: `resnet50 --image-mean 0.5`. Here
+    # the new options take the place of those that were typed.
+    typed_without_options = re.sub(r" --image-(mean|std) \S+", "", case.name)
+    return f"say it wherever images are read: {typed_without_options} {options}"
 
 
 def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
@@ -333,25 +368,28 @@ def _distances(model: nn.Module, images: Tensor) -> list[float] | None:
         usable statistics, or that the network does not run on such images.
     """
     norm: nn.Module | None = None
-    rows: list[Tensor] = []
+    moments_by_batch: list[Tensor] = []
     for batch in images.split(_BATCH):
         observed = input_of_first_norm(model, batch)
         if observed is None:
             return None
         norm, norm_input = observed
+        # The first axis must be the images, the second the norm's channels, and the rest positions.
         if norm_input.ndim < 3 or norm_input.shape[1] != site_of(norm).channels:
             return None
         values = norm_input.double().flatten(2)
-        rows.append(torch.stack([values.mean(2), values.square().mean(2)]))
+        moments_by_batch.append(torch.stack([values.mean(2), values.square().mean(2)]))
 
     assert norm is not None, "there are images"
     mean, var = site_of(norm).input_moments
     is_usable = bool(torch.isfinite(mean).all() and (var > 0).all())
-    if bool((mean == 0).all()) or not is_usable:
+    # A norm that is new, or was never updated, has the mean 0 in every channel.
+    has_no_mean = bool((mean == 0).all())
+    if has_no_mean or not is_usable:
         return None
 
-    # (2, N, C): mean and mean square of each image.
-    image_moments = torch.cat(rows, 1)
+    # Mean and mean square of each channel in each image, (2, N, C). The parts take turns.
+    image_moments = torch.cat(moments_by_batch, 1)
     parts = [image_moments[:, start::PARTS] for start in range(PARTS)]
     return [_divergence(subset, mean, var) for subset in (image_moments, *parts)]
 
@@ -398,14 +436,16 @@ def input_of_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Te
     """
     reached: list[tuple[nn.Module, Tensor]] = []
 
-    def stop(module: nn.Module, args: tuple[object, ...]) -> None:
+    def note_and_stop(module: nn.Module, args: tuple[object, ...]) -> None:
+        """Note the norm and its input, and end the forward: a hook that runs before the norm."""
         if args and isinstance(args[0], Tensor):
             reached.append((module, args[0]))
             raise _NormReachedError
 
     norms = [site.module for site in sites_of(model) if site.has_moments]
-    hooks = hooked(norm.register_forward_pre_hook(stop) for norm in norms)
-    # This runs the user's forward, which may raise anything; other checks report that.
+    hooks = hooked(norm.register_forward_pre_hook(note_and_stop) for norm in norms)
+    # The user's forward may raise anything, which other checks report. It also raises the error by
+    # which the hook ends it.
     with suppress(Exception), undisturbed(model), hooks:
         calling.form(model).of(images).like(model).call_on_copies(model)
     return reached[0] if reached else None

@@ -38,7 +38,11 @@ _LARGEST_MOMENTUM = 0.5
 
 
 def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
-    """Find norms whose eps is not the eps of the architecture, because no checkpoint stores it."""
+    """Find norms whose eps is not the one with which the library builds the network.
+
+    No checkpoint stores an eps, so it may get lost. If the images fit the network's own eps better,
+    a remark is yielded, and no finding.
+    """
     bare = case.bare
     if bare is None:
         return
@@ -71,7 +75,9 @@ def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
 
 
 def _is_nearer(case: Case, eps: float, other_eps: float) -> bool:
-    """Whether images show that the norms' inputs fit their statistics clearly better with `eps`.
+    """Whether images show that the norms' statistics fit them clearly better with `eps`.
+
+    They show nothing if there are none, or if the norms have different eps.
 
     Args:
         case: The network that is diagnosed.
@@ -91,6 +97,7 @@ def fused(case: Case) -> Iterator[Finding]:
     """Find norms of the architecture that another tool than normswap folded into convolutions."""
     record = provenance.of(case.model)
     bare = case.bare
+    # A network that has steps of a plan was converted by normswap.
     if record.arch is None or bare is None or record.plan.steps:
         return
     # An architecture that is recorded as fused is built with its norms, to be compared with.
@@ -136,9 +143,11 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
         return
     (present_eps,) = present
     distance = _mean_distance(case)
+    # The statistics fit the images as they are.
     if distance < _FAR:
         return
 
+    # The distance of the statistics from the images' if all norms had another usual eps.
     distances = {
         eps: _mean_distance(_with_eps(case, eps)) for eps in _USUAL_EPS if eps != present_eps
     }
@@ -171,7 +180,8 @@ def _with_eps(case: Case, eps: float) -> Case:
 def _mean_distance(case: Case) -> float:
     """Return how far stored statistics are from the images' statistics, averaged over norms.
 
-    The distance is 0 if it cannot be measured.
+    The distance of a norm is the shift of its mean, in deviations, plus the logarithm of the ratio
+    of its variances. The result is 0 if nothing can be measured.
     """
     drifts = measured_drifts(case)
     return sum(drift.mean + drift.log_var for drift in drifts) / max(len(drifts), 1)
@@ -180,16 +190,17 @@ def _mean_distance(case: Case) -> float:
 def momentum(case: Case) -> Iterator[Finding | Remark]:
     """Find a momentum with which running statistics cannot follow the training.
 
-    The momentum is 0 or less, or so large that the last batches decide alone. It is no fault if the
-    statistics are right, which the weights or the images tell.
+    Such a momentum is 0 or less, or so large that the last batches decide alone. It is a fault if
+    the weights contradict the stored statistics, or if nothing tells whether these are right.
+    Otherwise a remark is yielded.
     """
-    hit = [
+    unusual = [
         site
         for site in case.sites
         if site.momentum is not None and not 0 < site.momentum <= _LARGEST_MOMENTUM
     ]
-    for value in dict.fromkeys(site.momentum for site in hit):
-        sites = [site for site in hit if site.momentum == value]
+    for value in dict.fromkeys(site.momentum for site in unusual):
+        sites = [site for site in unusual if site.momentum == value]
         count = count_text(sites, case.sites)
         is_stuck = value is not None and value <= 0
         effect = "the last batches decide alone; torch's is 1 - Keras'"
@@ -199,8 +210,9 @@ def momentum(case: Case) -> Iterator[Finding | Remark]:
             cost = "training leaves statistics of other weights behind"
         evidence = f"momentum is {value:g} in {count}: {effect}"
 
-        # Weights show statistics of other weights. They do not show statistics of a few images;
-        # images do, in the checks that follow.
+        # A momentum of 0 or less leaves statistics of earlier weights, which the present weights
+        # contradict. A large one leaves statistics of a few images. Only images show these, in the
+        # checks that follow this one.
         has_wrong_statistics = any(contradicts_weights(case, site) for site in sites)
         is_judged_later = is_stuck or case.images is not None
         if is_judged_later and not has_wrong_statistics:
@@ -223,6 +235,7 @@ def momentum(case: Case) -> Iterator[Finding | Remark]:
 
 
 def _keeps_no_statistics(case: Case, site: StoredNorm) -> bool:
+    """Whether a norm has no running mean and variance."""
     return not site_of(site.module).has_moments
 
 
@@ -268,9 +281,10 @@ thawed = rule(
 
 
 def shared(case: Case) -> Iterator[Finding]:
-    """Find one norm, or one tensor of statistics, that serves several places."""
+    """Find one norm, or one tensor of statistics, that serves several places of the network."""
     called_twice = [site for site in case.sites if _serves_several_layers(case, site)]
 
+    # Different norms may hold the same tensor as their running mean.
     by_memory: dict[int, list[StoredNorm]] = {}
     for site in case.sites:
         running_mean = getattr(site.module, "running_mean", None)
@@ -305,7 +319,7 @@ def shared(case: Case) -> Iterator[Finding]:
 def _serves_several_layers(case: Case, site: StoredNorm) -> bool:
     """Whether one forward calls a norm behind several layers.
 
-    Calls behind one layer are no fault: two arms of the network then share layer and norm.
+    Calls behind one layer are no fault: two branches of the network then share layer and norm.
     """
     if case.traced is None or case.traced.called(site.module) < 2:
         return False
@@ -344,12 +358,16 @@ def in_a_row(case: Case) -> Iterator[Finding]:
 
 
 def _norm_pairs(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield the paths of two norms, the second of which is the only reader of the first."""
+    """Yield the paths (first, second) of two norms, if only the second reads the first's output.
+
+    Identities between the two do not count. Nothing is yielded without a recorded forward.
+    """
     if case.traced is None:
         return
     for site in case.sites:
         for call in case.calls(site):
             source = _source(case.traced, call)
+            # The norm that gives the source, if it comes from a module at all.
             norm = None if source is None else case.traced.module(source)
             if source is None or norm is None or not _is_bare_batchnorm(norm):
                 continue
@@ -364,7 +382,10 @@ def _is_bare_batchnorm(module: nn.Module) -> bool:
 
 
 def _source(traced: Traced, call: fx.Node) -> fx.Node | None:
-    """Return the node whose value a call reads, above identities, or None if it reads several."""
+    """Return the node whose value a call reads, or None if it reads several values.
+
+    Modules that return their input unchanged are passed over.
+    """
     sources = inputs(call)
     while len(sources) == 1 and is_identity(traced.module(sources[0])):
         sources = inputs(sources[0])

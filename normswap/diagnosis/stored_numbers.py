@@ -47,11 +47,13 @@ def _is_broken(value: Tensor | None) -> bool:
 
 
 def _has_broken_statistics(case: Case, site: StoredNorm) -> bool:
+    """Whether the running statistics of a norm that the forward calls hold NaN or infinity."""
     is_broken = _is_broken(site.mean) or _is_broken(site.var)
     return is_broken and case.is_called(site)
 
 
 def _has_broken_parameters(case: Case, site: StoredNorm) -> bool:
+    """Whether gamma or beta of a norm that the forward calls holds NaN or infinity."""
     is_broken = _is_broken(site.gamma) or _is_broken(site.beta)
     return is_broken and case.is_called(site)
 
@@ -104,13 +106,15 @@ def never_updated(case: Case) -> Iterator[Finding | str]:
     A network that was trained in eval mode keeps these statistics and is right with them. If its
     answers to images show that it was trained so, a sentence for the user is yielded, and no fault.
     """
-    hit = [site for site in case.sites if site.starts_at_init]
+    never_moved = [site for site in case.sites if site.starts_at_init]
     yield from _never_updated_in_part(case)
 
-    trained = [site for site in hit if not site.is_untouched]
+    # The gammas or betas of these norms were trained, and their statistics were not.
+    trained = [site for site in never_moved if not site.is_untouched]
     if trained:
-        # If only some norms are new, the answers of a broken network still differ between images,
-        # only less. So the norms are trusted only if the answers differ at least as much.
+        # If only some norms are concerned, the outputs of a broken network still differ between
+        # images, only less. So they must then differ at least as much as with the images' own
+        # statistics.
         is_whole = len(trained) == len(case.sites)
         yield _new_statistics(
             case,
@@ -121,7 +125,8 @@ def never_updated(case: Case) -> Iterator[Finding | str]:
             least_share=_AS_TRAINED if is_whole else 1.0,
         )
 
-    fresh = [site for site in hit if site.is_untouched and _reads_fresh_weights(case, site)]
+    # Nothing in these norms was trained, nor were the weights before them.
+    fresh = [site for site in never_moved if site.is_untouched and _reads_fresh_weights(case, site)]
     if fresh:
         count = count_text(fresh, case.sites)
         yield Finding(
@@ -141,9 +146,10 @@ def never_updated(case: Case) -> Iterator[Finding | str]:
 
 
 def _never_updated_in_part(case: Case) -> Iterator[Finding | str]:
-    """Find norms with the statistics of a new norm in some of their channels.
+    """Find norms with the statistics of a new norm in more than a tenth of their channels.
 
-    As `never_updated`, it may yield a sentence that says why the statistics are right.
+    If the network's outputs show that these statistics are right, a sentence that says so is
+    yielded, and no finding.
     """
     counts = {site: int(site.at_init.sum()) for site in case.sites if not site.starts_at_init}
     hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
@@ -167,8 +173,8 @@ def _new_statistics(
 ) -> Finding | str:
     """Return the finding for norms that store the statistics of a new norm.
 
-    If the answers to the images show that these statistics are right, a sentence that says so is
-    returned instead.
+    If the network's outputs for the images show that it was trained with these statistics, a
+    sentence that says so is returned instead.
 
     Args:
         case: The network.
@@ -212,7 +218,8 @@ def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
     if len(squares) < _FEWEST_FILTERS:
         return False
 
-    # The kurtosis of n normal numbers is expected as 3 n / (n + 2).
+    # This estimate of the kurtosis gives 3 n / (n + 2) for n normal numbers, whose kurtosis is 3.
+    # The factor (n + 2) / n corrects it.
     count = squares.shape[1]
     kurtosis_by_filter = squares.square().mean(1) / squares.mean(1).square().clamp_min(1e-30)
     kurtosis = kurtosis_by_filter.mean() * (count + 2) / count
@@ -231,13 +238,15 @@ def zero_variance(case: Case) -> Iterator[Finding]:
     """
     hit: list[StoredNorm] = []
     for site in case.sites:
+        # There is no variance to check, or another check judges it (`never_updated`).
         if not len(site.var) or site.starts_at_init:
             continue
-        missing = (site.var.abs() < _TINY * site.eps) & _reached(case, site)
+        # Channels whose variance is stored as 0 although their input varies.
+        is_wrong = (site.var.abs() < _TINY * site.eps) & _reached(case, site)
         measured = case.input_variances.get(site.path)
-        if measured is not None and len(measured) == len(missing):
-            missing &= measured.to(missing.device) >= site.eps
-        if float(missing.double().mean()) > _SWITCHED_OFF:
+        if measured is not None and len(measured) == len(is_wrong):
+            is_wrong &= measured.to(is_wrong.device) >= site.eps
+        if float(is_wrong.double().mean()) > _SWITCHED_OFF:
             hit.append(site)
 
     if hit:
@@ -290,7 +299,8 @@ def _reached(case: Case, site: StoredNorm) -> Tensor:
 def _filters(layer: Linearity) -> Tensor:
     """Return the weights that make each output channel, (C, n) in float64."""
     weight = layer.weight.detach().double()
-    # Transposed convolutions store (I, C / groups, *kernel).
+    # Transposed convolutions store (inputs, C / groups, *kernel), and each group has inputs and
+    # outputs of its own.
     if isinstance(layer, _ConvNd) and layer.transposed:
         weight = weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
     return weight.flatten(1)
@@ -302,6 +312,7 @@ def dead_gammas(case: Case) -> Iterator[Finding]:
     Norms that start at 0 and are not trained yet are left out, and so are channels that no signal
     reaches.
     """
+    # The number of gammas that are 0, by norm.
     zeros: dict[StoredNorm, int] = {}
     for site in case.sites:
         is_new = site.starts_at_init and site.is_untouched
@@ -333,5 +344,5 @@ def dead_gammas(case: Case) -> Iterator[Finding]:
 
 
 def _width(site: StoredNorm) -> int:
-    """Return the number of channels of a norm, as far as its tensors tell."""
+    """Return the number of a norm's gammas or, if it has none, of its running means."""
     return len(site.mean if site.gamma is None else site.gamma)

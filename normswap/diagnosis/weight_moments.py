@@ -88,7 +88,8 @@ def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair])
     if not read or len(read) != len(sources):
         return None
 
-    # The terms of a sum count as independent, so their variances are added.
+    # The terms of a sum count as independent, so their variances are added. Terms with unequal
+    # numbers of channels are not followed.
     means = [mean for mean, _ in read]
     variances = [var for _, var in read]
     widths = {len(mean) for mean in means}
@@ -139,7 +140,9 @@ def _activated(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
 
 
 def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair | None:
-    """Return mean and variance of W x + b, or None for a layer with a forward of its own.
+    """Return mean and variance of W x + b, or None if the layer may compute something else.
+
+    That is so if its class overrides torch's forward, or if it takes another number of channels.
 
     Args:
         module: The layer.
@@ -150,7 +153,8 @@ def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair |
     if type(module).forward not in _LINEAR_FORWARDS or len(pair[0]) != weight.shape[1] * groups:
         return None
 
-    # The inputs count as independent, so the output's variance is the sum of W^2 var.
+    # Each group has filters (outputs, inputs, kernel positions) of its own. All inputs of a filter
+    # count as independent, so the output's variance is the sum of W^2 var.
     mean, var = (moment.reshape(groups, -1, 1) for moment in pair)
     filters = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
     output_mean = (filters.sum(3) @ mean).flatten()
