@@ -2,8 +2,9 @@
 
 Exact conversions must agree to a relative L2 error of 1e-5 in float32, and of 1e-12 in float64,
 where a correct fold is off by 1e-14 and a wrong eps by 1e-4. A network may enlarge rounding errors
-from layer to layer. Then it is allowed a few times what rounding alone changes in the source: its
-input, or its weights, changed in the last digit; or in half precision itself against float64.
+from layer to layer. Then the error may be a few times as large as what rounding alone changes in
+the source. This is measured by changing the last digit of its input or its weights, and in half
+precision by comparing the source with itself in float64.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from normswap.proof.running import outputs_double, run
 
 FLOAT32_BASE = 1e-5
 FLOAT64_BASE = 1e-12
-# In float64 never more than this is allowed, however the network enlarges rounding.
+# In float64 never more than this is allowed, however much the network enlarges rounding.
 FLOAT64_CAP = 1e-8
-# Where the network does not run in float64, which would decide, never more than this in float32.
+# If the network does not run in float64, which would decide, never more than this is allowed in
+# float32.
 FLOAT32_CAP = 1e-4
 # At a residual block never more than this is allowed, if float64 does not decide.
 _BLOCK_CAP = 0.05
@@ -37,9 +39,10 @@ _CONDITION = 32
 ROUNDING = 3
 # Where half precision moves more of the output than this share, it proves little.
 COARSE = 0.1
-# An allowance of so much of a value's size lets anything pass.
+# If an error of this share of a value's size is allowed, anything may pass.
 PROVES_NOTHING = 0.5
-# How many inputs that differ in the last digit are run, where one says too little about rounding.
+# On how many inputs that differ in the last digit the distance to float64 is measured, where one
+# input says too little about rounding.
 _MOVED = 8
 # With fewer numbers than this in the outputs, one error may be several times their mean. Then the
 # largest error counts.
@@ -57,7 +60,7 @@ class Allowance:
             their shapes change.
         factor: How many times the own change is allowed.
         cap: The most that is allowed, however far rounding moves the values.
-        how: How the own change was measured, as the end of a sentence.
+        how: What the own change is, for reports: "0.01, 3 times" is followed by it.
     """
 
     precision: str
@@ -70,13 +73,14 @@ class Allowance:
     @property
     def most(self) -> float:
         """The largest error that passes."""
+        # If even the shapes change, the own change is no measure of rounding.
         if math.isinf(self.own_change):
             return self.base
         return max(self.base, min(self.cap, self.factor * self.own_change))
 
     @property
     def proves_nothing(self) -> bool:
-        """Whether anything would pass."""
+        """Whether the allowed error is so large that anything would pass."""
         return self.most >= PROVES_NOTHING
 
     @property
@@ -109,7 +113,7 @@ def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> A
 
     Args:
         precision: The precision that both networks run in.
-        own_change: How far rounding alone moves the source's outputs.
+        own_change: How far rounding alone moves the source's outputs, as a relative L2.
         decides: Whether this precision decides, as the network does not run in float64.
     """
     base = base_of(precision)
@@ -121,6 +125,7 @@ def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> A
         how = f"what {precision} costs the source, against float64"
         return Allowance(precision, base, own_change, ROUNDING, how=how)
 
+    # Without a cap, float64 finds the mistakes that pass here.
     cap = FLOAT32_CAP if decides else math.inf
     return Allowance(precision, base, own_change, STRAYING, cap, last_digit)
 
@@ -130,10 +135,11 @@ def of_block(precision: str, own_change: float, *, by_double: bool, decides: boo
 
     Args:
         precision: The precision that both networks run in.
-        own_change: How far rounding alone moves the block's output in the source.
+        own_change: How far rounding alone moves the block's output in the source, as a relative L2.
         by_double: Whether the own change is the distance to float64. Otherwise it is the distance
-            to a run that differs in the last digit.
-        decides: Whether this precision decides, as float64 has not shown the outputs to be right.
+            to a run whose input or weights differ in the last digit.
+        decides: Whether this precision decides, because float64 has not shown that the outputs are
+            right. Then the allowed error is limited, however much the network enlarges rounding.
     """
     factor = float(STRAYING if precision == "float32" else _CONDITION)
     if by_double:
@@ -143,9 +149,9 @@ def of_block(precision: str, own_change: float, *, by_double: bool, decides: boo
 
 
 def apart(precision: str, example: Example, outputs: Outputs, others: Outputs) -> float:
-    """Return the relative L2 between two runs of the source on a call.
+    """Return the relative L2 distance between two runs of the source on a call.
 
-    It is infinite where shapes differ, and 0 where values are not finite.
+    It is infinite where names or shapes of the outputs differ, and 0 where values are not finite.
 
     Args:
         precision: The precision of the runs.
@@ -154,30 +160,34 @@ def apart(precision: str, example: Example, outputs: Outputs, others: Outputs) -
         others: The outputs of the other run, by name.
     """
     difference = between(example, outputs, others, precision=precision).relative_l2
-    alike = outputs.keys() == others.keys() and all(
+    have_same_shapes = outputs.keys() == others.keys() and all(
         outputs[name].shape == others[name].shape for name in outputs
     )
-    if alike and math.isinf(difference):
+    # An infinite distance in spite of equal shapes comes from values that are not finite.
+    if have_same_shapes and math.isinf(difference):
         return 0.0
     return difference
 
 
 def in_the_last_digit(example: Example) -> Example:
-    """Return the example with every number changed in its last digit."""
+    """Return the example with every floating-point number changed in its last digit.
+
+    Each is multiplied by 1 + 4 eps, which moves it by a few units in the last place.
+    """
     return example.map_floats(lambda tensor: tensor * (1 + 4 * torch.finfo(tensor.dtype).eps))
 
 
 def in_other_digits(
     model: nn.Module, example: Example, dtype: torch.dtype
 ) -> Iterator[tuple[nn.Module, Example]]:
-    """Yield two runs that differ from a network's by rounding alone, each as network and call.
+    """Yield two pairs (network, call) whose outputs differ from the network's by rounding alone.
 
-    In the first the input differs in its last digit, in the second the weights do.
+    In the first pair the call has another last digit, in the second the network's weights have.
 
     Args:
         model: The network.
         example: The call.
-        dtype: The dtype of the network with other weights.
+        dtype: The dtype of the copy with other weights: float64, or the network's own.
     """
     yield model, in_the_last_digit(example)
     yield with_other_digits(model, dtype), example
@@ -212,8 +222,9 @@ def cost_of_half(
 ) -> float:
     """Return the relative L2 between the source's outputs in half precision and in float64.
 
-    The rounding of a few numbers may be small by chance. So where the result errs by more than this
-    distance allows, the distance is also measured on inputs that differ in the last digit.
+    The rounding of a few numbers may be small by chance. So if the result's error is larger than
+    this distance allows, the distance is also measured on inputs that differ in the last digit, and
+    the larger figure is returned. Without a float64 copy only these inputs say something.
 
     Args:
         model: The source.
@@ -225,12 +236,14 @@ def cost_of_half(
         seed: The seed of the changes in the last digit.
     """
     precision = error.precision
-    # Without a float64 copy, the distance is that between these outputs and those for other digits.
+    # Without a float64 copy, the half-precision outputs stand in for those in float64. Then `cost`
+    # is 0, and the distance comes from the inputs with other last digits.
     double_outputs = outputs
     if has_double:
         double_outputs = outputs_double(model, example.map_floats(Tensor.double))
     double_outputs = {name: double_outputs[name] for name in outputs if name in double_outputs}
 
+    # This distance is enough if the result's error is allowed with it, or can never be allowed.
     cost = apart(precision, example, double_outputs, outputs)
     if error.relative_l2 <= ROUNDING * cost or math.isinf(error.relative_l2):
         return cost
@@ -248,7 +261,8 @@ def cost_of_half(
         others = {name: others[name] for name in outputs if name in others}
         costs.append(apart(precision, example, double_outputs, others))
 
-    # The mean over a few numbers scatters from run to run, so the largest distance counts.
+    # With few numbers in the outputs, the distance scatters from run to run, so the largest one
+    # counts. With many, the root mean square of the runs is steady.
     if sum(value.numel() for value in outputs.values()) < _FEW:
         return max(cost, *costs)
     root_mean_square = math.sqrt(sum(other * other for other in costs) / _MOVED)

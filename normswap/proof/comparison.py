@@ -45,16 +45,17 @@ _NOT_FINITE = Reason(
 _EMPTY = Reason("the outputs are empty: no number was compared")
 _SAME_LABELS = "every input gives the same labels, so this check says little"
 _CONSTANT = Reason("every input gives the same numbers: nothing was compared")
-# Where two runs of the source differ by this share of a result's error, the source is not
-# repeatable.
+# If two runs of the source on the same input differ by more than this share of a result's error,
+# the source is not repeatable.
 _OF_ERROR = 0.1
 _KNOWN_CLASSES = ("torch.", "timm.", "torchvision.", "normswap.")
-# A clamp at the end of a format's range changes nothing at the scale of noise or images, but at
-# this multiple.
+# The input is also multiplied by this. A layer that clamps its values at the end of a format's
+# range changes nothing at the scale of noise or images, but does at this multiple.
 _LARGER = 10
 # An input or a branch that changes the output by a smaller share is worth a remark.
 _HARDLY = 1e-4
-# A value that moves by less than so many times what is allowed would not show a mistake.
+# In float32 and float64, an output that moves with the input by less than so many times the base
+# would not show a mistake.
 _VISIBLE = 10
 # Channels that are smaller than this share of the largest one are also compared by themselves.
 _SMALL = 1e-3
@@ -65,8 +66,8 @@ class Claims:
     """At which residual blocks an exact result claims to have the source's values.
 
     Args:
-        keeps_blocks: Whether it claims so of any block. It does not if the residual stream is
-            rescaled, or if the mean is taken out of the stream.
+        keeps_blocks: Whether it claims this of the blocks at all. It is False if the conversion
+            rescales the residual stream, or takes the mean out of it.
         changed_between: Pairs of paths: a layer, and a layer behind it. One of the two absorbed the
             other, so the values between them differ from the source's.
     """
@@ -77,8 +78,8 @@ class Claims:
     def keep(self, path: str) -> bool:
         """Whether the result claims to have the source's value at the output of a block.
 
-        A block that holds the first layer of a pair, and not the second, ends between the two,
-        where the values differ.
+        It does not if the first layer of a pair in `changed_between` is inside the block and the
+        second is not: the block's output then lies between the two, where the values differ.
 
         Args:
             path: The path of the block. The empty path is the network itself.
@@ -121,6 +122,7 @@ def compare_networks(
     Raises:
         VerificationError: One of them does not run, or the source differs from run to run.
     """
+    # `examples` leaves out superfluous calls, for which it needs the source's recorded graph.
     calls = source.examples if traced else source.calls
     comparison = _Comparison(
         source=source,
@@ -157,7 +159,7 @@ class _Comparison:
         blind: The reason that is reported if no value that was compared would have shown a mistake.
         shows_errors: Whether a mistake would be seen at the outputs.
         is_finite: Whether the source's outputs are finite.
-        has_same_types: Whether the outputs have the source's dtypes.
+        has_same_types: Whether the result's outputs have the dtypes of the source's outputs.
         own_change: How far rounding alone moves the source's outputs, as a relative L2.
         excused: The errors in float32 that rounding may explain, if float64 was not tried.
     """
@@ -191,8 +193,8 @@ class _Comparison:
                 block for block in self.anatomy.blocks if block.path and block.path in modules
             )
 
-        # An approximate result may find another number of boxes. Its distance is then infinite,
-        # which does not make the result wrong.
+        # An approximate detector may find another number of boxes than the source. Its distance is
+        # then infinite, which does not make the result wrong, so that error is left out.
         error = self.double_error
         if error is not None and (self.exact or not math.isinf(error.relative_l2)):
             self.outputs.append(error)
@@ -214,6 +216,26 @@ class _Comparison:
 
         # The outputs, and the values inside, of the source and of the result.
         (outputs, values), (others, other_values) = pair
+        self._add_outputs(example, outputs, others)
+
+        # The values inside are compared at the first call only.
+        if example is first:
+            self._add_heads(example)
+            self._allow_for_distance_to_double(example, outputs)
+            for path in paths:
+                if path in values and path in other_values:
+                    self.sites.append(self._error_at(path, example, values, other_values))
+            self.remarks += _remarks(outputs, values, self.blocks)
+            self._judge_inside(example, outputs, others)
+
+    def _add_outputs(self, example: Example, outputs: Outputs, others: Outputs) -> None:
+        """Measure the error at the outputs of one call, and how much of it rounding explains.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
+            others: The result's outputs by name.
+        """
         self.is_finite &= _is_finite(outputs)
         self.has_same_types &= _have_the_same_types(outputs, others)
         error = between(
@@ -225,21 +247,14 @@ class _Comparison:
             anatomy=self.anatomy,
         )
         self.outputs.append(error)
-        self.own_change = max(self.own_change, self._own_change(example, outputs, error))
-        self._judge_each_output(example, outputs, others)
-        self._decide_in_double(example, error)
-        self._excuse(example, outputs, error)
 
-        # The values inside are compared at the first call only.
-        if example is not first:
-            return
-        self._add_heads(example)
-        self._add_change_of_double(example, outputs)
-        for path in paths:
-            if path in values and path in other_values:
-                self.sites.append(self._error_at(path, example, values, other_values))
-        self.remarks += _remarks(outputs, values, self.blocks)
-        self._judge_inside(example, outputs, others)
+        # The error that is allowed grows with what rounding alone changes in the source.
+        self.own_change = max(self.own_change, self._change_by_rounding(example, outputs, error))
+        self._judge_each_output(example, outputs, others)
+        # A large error is looked into: in float64 if the source runs in it, or else by how far a
+        # changed last digit moves the source's own outputs.
+        self._compare_in_double_if_large(example, error)
+        self._excuse_if_rounding_explains(example, outputs, error)
 
     def _judge_each_output(self, example: Example, outputs: Outputs, others: Outputs) -> None:
         """Judge each of several outputs in half precision by a tolerance of its own.
@@ -253,19 +268,22 @@ class _Comparison:
             outputs: The source's outputs by name.
             others: The result's outputs by name.
         """
-        are_same = len(outputs) > 1 and outputs.keys() == others.keys()
-        if not (are_same and self.exact and allowance.is_half(self.precision)):
+        # A single output is judged with the errors of `outputs`, so it is not judged here.
+        have_same_names = outputs.keys() == others.keys()
+        are_several = len(outputs) > 1 and have_same_names
+        if not (are_several and self.exact and allowance.is_half(self.precision)):
             return
 
         for name, value in outputs.items():
             error = self._error_at(name, example, outputs, others)
             if value.is_floating_point() and error.relative_l2 > allowance.base_of(self.precision):
-                own_change = self._own_change(example, {name: value}, error)
+                own_change = self._change_by_rounding(example, {name: value}, error)
                 allowed = allowance.of_outputs(self.precision, own_change).most
-                # This error can show that the result is wrong, but never that it is right.
+                # Too large an error here makes the result wrong. But a small one is no proof, as
+                # the output may not change with the input: so `shows_errors` is False.
                 self.inside.append(JudgedError(error, allowed, shows_errors=False))
 
-    def _decide_in_double(self, example: Example, error: Error) -> None:
+    def _compare_in_double_if_large(self, example: Example, error: Error) -> None:
         """Compare a call in float64, too, if its error in the source's precision is large.
 
         Otherwise only the beginning of the first call is compared in float64. The error in float64
@@ -275,22 +293,28 @@ class _Comparison:
             example: The call.
             error: The error of the result's outputs in the source's own precision.
         """
-        coarse = allowance.COARSE if allowance.is_half(self.precision) else allowance.FLOAT32_CAP
-        is_small = error.relative_l2 <= coarse
-        if is_small or not self.exact or self.precise is None or self.double_error is None:
+        # An error up to this limit is left to the judgement in the source's own precision.
+        limit = allowance.COARSE if allowance.is_half(self.precision) else allowance.FLOAT32_CAP
+        if error.relative_l2 <= limit:
+            return
+        # The result is approximate, or float64 was not tried or did not work at the first call.
+        if not self.exact or self.precise is None or self.double_error is None:
             return
 
         again = self.precise.again(example)
         if again is not None and again.error is not None:
             self.outputs.append(again.error)
-            # What holds for one of the calls is taken to hold for all.
+            # One judgement is made for all calls, so it takes the worst of them: the largest change
+            # by rounding, and the doubt (`hangs_on`) of any call.
             self.precise = replace(
                 self.precise,
                 own_change=max(self.precise.own_change, again.own_change),
                 hangs_on=self.precise.hangs_on or again.hangs_on,
             )
 
-    def _excuse(self, example: Example, outputs: Outputs, error: Error) -> None:
+    def _excuse_if_rounding_explains(
+        self, example: Example, outputs: Outputs, error: Error
+    ) -> None:
         """Add an error in float32 to `excused` if rounding may explain it.
 
         Such an error does not show that the result is wrong, as the network enlarges rounding. It
@@ -304,7 +328,7 @@ class _Comparison:
         # An approximate result may differ from the source by any amount.
         if not self.exact:
             return
-        # If float64 was tried, the tolerance itself allows for rounding (`_own_change`).
+        # If float64 was tried, the tolerance itself allows for rounding (`_change_by_rounding`).
         if error.precision != "float32" or self.precise is not None:
             return
         # An error that passes in every network needs no excuse.
@@ -312,7 +336,8 @@ class _Comparison:
             return
 
         # In a detector near ties decide which boxes are chosen. The last digit of the weights may
-        # decide a tie that the last digit of the input leaves as it is.
+        # decide a tie that the last digit of the input leaves as it is. `not <=` is also true of
+        # NaN.
         own_change = self._change_by_last_digit(example, outputs)
         if not error.relative_l2 <= allowance.STRAYING * own_change:
             by_weights = self._outputs_by_weights(example)
@@ -340,7 +365,7 @@ class _Comparison:
         """Return the infinite error of a value that the result does not have."""
         return Error(site, self.precision, tuple(example.images.shape), math.inf, math.inf)
 
-    def _own_change(self, example: Example, outputs: Outputs, error: Error) -> float:
+    def _change_by_rounding(self, example: Example, outputs: Outputs, error: Error) -> float:
         """Return how far rounding alone moves the source's outputs, as a relative L2.
 
         In three cases it is 0, and the source is not run again: the error is small enough for every
@@ -364,7 +389,8 @@ class _Comparison:
                 seed=self.source.seed,
             )
 
-        # If float64 was not tried for a network in float32, `_excuse` looks at rounding instead.
+        # If float64 was not tried for a network in float32, `_excuse_if_rounding_explains` looks at
+        # rounding instead.
         is_float32_alone = error.precision != "float64" and self.precise is None
         is_small = error.relative_l2 <= allowance.base_of(error.precision)
         if is_half or is_float32_alone or is_small:
@@ -393,7 +419,10 @@ class _Comparison:
         return outputs
 
     def _has_heads(self) -> bool:
-        """Whether the source is a detector: its heads give more boxes than its outputs keep."""
+        """Whether the source is a detector with heads whose raw outputs can be compared.
+
+        The heads score many boxes, of which the network's outputs keep a few.
+        """
         try:
             return bool(self.source.anatomy.traced.heads)
         # The forward cannot be recorded, so no heads are known.
@@ -401,15 +430,17 @@ class _Comparison:
             return False
 
     def _add_heads(self, example: Example) -> None:
-        """Measure the outputs of a detector's heads, before it chooses boxes."""
+        """Add the error at the outputs of a detector's heads, before it chooses boxes."""
         if self.anatomy is None or not self.anatomy.traced.heads:
             return
         heads, _ = run(self.source.module, example, heads=True)
         other_heads, _ = run(self.result, example, heads=True)
         self.outputs.append(between(example, heads, other_heads, precision=self.precision))
 
-    def _add_change_of_double(self, example: Example, outputs: Outputs) -> None:
-        """Allow for how far the source in its own precision is from its values in float64.
+    def _allow_for_distance_to_double(self, example: Example, outputs: Outputs) -> None:
+        """Raise `own_change` to the distance of the source's outputs from its outputs in float64.
+
+        Nothing changes if there is no comparison in float64, or the distance is smaller.
 
         Args:
             example: The first call.
@@ -418,8 +449,9 @@ class _Comparison:
         if self.precise is None or not self.precise.reference:
             return
         reference = self.precise.reference
-        alone = _alone(self.source.module, example, outputs, reference)
-        change = allowance.apart(self.precision, example, reference, alone)
+        # The float64 run may have seen only the first samples of the batch.
+        first_outputs = _outputs_of_first_samples(self.source.module, example, outputs, reference)
+        change = allowance.apart(self.precision, example, reference, first_outputs)
         self.own_change = max(self.own_change, change)
 
     def _judge_inside(self, example: Example, outputs: Outputs, others: Outputs) -> None:
@@ -434,7 +466,7 @@ class _Comparison:
             outputs: The source's outputs by name.
             others: The result's outputs by name.
         """
-        # `blind` is the reason why nothing would be proved, if no value below shows an error.
+        # `blind` is the reason that is reported if no value below would show a mistake.
         why_blind = _nothing_to_compare(outputs)
         self.blind = why_blind or _CONSTANT
 
@@ -445,7 +477,7 @@ class _Comparison:
                 self.remarks.insert(0, why_blind.why)
             return
 
-        # An output that never moves with the input would hide a mistake.
+        # An output that stays the same when the input changes would hide a mistake.
         moving = self._moving_outputs(example, outputs)
         constant: list[str] = []
         for name, value in outputs.items():
@@ -453,21 +485,24 @@ class _Comparison:
                 constant.append(name or "the output")
         self.shows_errors = bool(moving)
 
-        # A mistake that changes no label does not show in labels. It shows at a detector's heads,
-        # which are compared in any case.
+        # A mistake may change the scores and none of the labels made from them. In a detector it
+        # then shows at the heads (`_add_heads`).
         has_labels = any(_are_labels(value) and value.numel() for value in outputs.values())
-        are_hidden = has_labels and not self._has_heads()
+        labels_hide_errors = has_labels and not self._has_heads()
 
-        # Where outputs show no error, values inside that move with the input are compared instead.
+        # `sites` has the blocks that were measured already. Where outputs would show no error,
+        # values inside that move with the input are compared in their place.
         errors = [error for error in self.sites if self.claims.keep(error.site)]
-        if constant or are_hidden or not moving:
+        if constant or labels_hide_errors or not moving:
             errors = self._errors_that_show(example, outputs, has_constant=bool(constant))
         if constant and moving:
             listed = ", ".join(constant[:4])
             self.remarks.append(f"nothing computed shows in some outputs on these inputs: {listed}")
 
-        self.inside += self._measured(example, errors)
+        self.inside += self._with_allowance(example, errors)
         self.sites += [error for error in errors if error not in self.sites]
+
+        # The comparison in float64 covers labels and small channels by its narrow tolerance.
         if self.double_error is None:
             self.inside += self._measured_labels(example, outputs, others)
             small = self._measured_small_channels(example, outputs, others)
@@ -475,10 +510,10 @@ class _Comparison:
             self.sites += [each.error for each in small if not each.is_within]
 
     def _moving_outputs(self, example: Example, outputs: Outputs) -> set[str]:
-        """Return the names of the outputs of numbers that move visibly with the input.
+        """Return the names of the outputs that change visibly when the input changes.
 
-        Labels do not count, nor does an input that forward hands on. An output that moves by less
-        than an error may be large does not move visibly.
+        A change is visible if it is larger than the errors that pass (`_least_visible`). Outputs of
+        labels are left out, and so are outputs that are equal to an input.
 
         Args:
             example: The call.
@@ -493,20 +528,21 @@ class _Comparison:
             and not any(_is_the_same(value, tensor) for tensor in inputs)
         }
 
-        # First the samples of the batch are compared with one another.
+        # First the samples of the batch are compared: an output moves if its rows differ from its
+        # first row.
         least = self._least_visible()
         moving: set[str] = set()
         for name, value in numbers.items():
-            of_samples = value.ndim and len(value) == example.count > 1
-            if of_samples and distance(value, value[:1].expand_as(value)).relative_l2 > least:
+            has_rows = value.ndim and len(value) == example.count > 1
+            if has_rows and distance(value, value[:1].expand_as(value)).relative_l2 > least:
                 moving.add(name)
         if len(moving) == len(numbers):
             return moving
 
-        # Then the network is run on other values.
+        # The other outputs are compared with those for an input of other values.
         ran = _run_if_it_can(self.source.module, with_other_values(example))
         if ran is None:
-            # A network that takes one input only cannot be asked. It is judged by its outputs.
+            # The network takes no other values, so it cannot be seen which outputs move. All count.
             return set(numbers)
         moved, _ = ran
         for name, value in numbers.items():
@@ -525,8 +561,10 @@ class _Comparison:
         if self.double_error is not None and self.precise is not None:
             own_change = self.precise.own_change
 
+        # The base of half precision is the eps of its dtype, 1e-3 or more. It is not multiplied.
+        least = base if allowance.is_half(finest) else _VISIBLE * base
         allowed = allowance.of_outputs(finest, own_change).most
-        return max(base if allowance.is_half(finest) else _VISIBLE * base, allowed)
+        return max(least, allowed)
 
     def _errors_that_show(
         self, example: Example, outputs: Outputs, *, has_constant: bool
@@ -590,23 +628,26 @@ class _Comparison:
             self.remarks.remove(_SAME_LABELS)
         self.remarks.insert(0, sentence)
 
-    def _measured(self, example: Example, errors: Sequence[Error]) -> list[JudgedError]:
-        """Return the errors inside, each with the error that is allowed there.
+    def _with_allowance(self, example: Example, errors: Sequence[Error]) -> list[JudgedError]:
+        """Return errors at values inside, each with the largest error that is allowed there.
 
-        Every value may be off by the base of the precision. If some value is off by more, rounding
-        decides how much is allowed: the change by the last digit of input and weights, or in half
-        precision the distance to float64.
+        Every value may be off by the base of the precision (1e-5 in float32). If some value is off
+        by more, the source is run again to see how far rounding alone moves these values: by the
+        last digit of input and weights, or in half precision by the distance to float64.
 
         Args:
             example: The call.
             errors: The errors at values inside.
         """
-        # Where every error is within the base, the source need not run again.
+        # Where every error is within the base, the source need not run again. `not <=` is also true
+        # of NaN.
         base = allowance.base_of(self.precision)
         off = [error.site for error in errors if not error.relative_l2 <= base]
         if not off:
             return [JudgedError(error, base) for error in errors]
 
+        # A site is the path of a module, measured at its output, or the name of a last layer's
+        # input (`entrance`).
         module = self.source.module
         by_entrance = {entrance(path): path for path in _last_layers_of(self.source)}
         entrances = [path for site, path in by_entrance.items() if site in off]
@@ -796,10 +837,10 @@ class _Comparison:
         if not self.exact:
             return self._judgement_of_approximate()
 
-        own = allowed[self.precision]
+        in_own_precision = allowed[self.precision]
         shows_errors = self.shows_errors
-        if self.double_error is None and own.proves_nothing:
-            # Float64 does not decide, and what decides lets anything pass.
+        if self.double_error is None and in_own_precision.proves_nothing:
+            # Without float64 the source's own precision decides, and it would let anything pass.
             shows_errors = False
             self.blind = Reason(
                 f"rounding in {self.precision} moves the output by as much as an error would"
@@ -813,14 +854,19 @@ class _Comparison:
             measured.append(JudgedError(error, most, shows_errors, doubt))
         judgement = judge([*measured, *self.inside], self.blind)
 
-        # What passes so far may still fail: by the dtypes, or at ten times the input's scale.
+        # What passes so far may still fail by its dtypes.
         if judgement.passed and not self.has_same_types:
             self.remarks.append("the outputs have other dtypes than the source's")
             return Judgement(False)
-        is_foreign = self.anatomy is None or _has_foreign_layers(self.anatomy)
-        if judgement.passed and is_foreign and (larger := self._error_of_larger(own.most)):
-            self.outputs.append(larger)
-            return Judgement(False)
+
+        # It may also fail at ten times the input's scale. Layers of known classes need no such run.
+        # Without a recorded graph the classes are not known.
+        may_be_foreign = self.anatomy is None or _has_foreign_layers(self.anatomy)
+        if judgement.passed and may_be_foreign:
+            larger = self._error_of_larger(in_own_precision.most)
+            if larger:
+                self.outputs.append(larger)
+                return Judgement(False)
         return judgement
 
     def _judgement_of_approximate(self) -> Judgement:
@@ -868,7 +914,7 @@ class _Comparison:
         others, _ = run(self.result, larger)
         error = between(larger, outputs, others, precision=self.precision)
         if error.relative_l2 > allowed:
-            own_change = self._own_change(larger, outputs, error)
+            own_change = self._change_by_rounding(larger, outputs, error)
             allowed = max(allowed, allowance.of_outputs(self.precision, own_change).most)
         if error.relative_l2 <= allowed:
             return None
@@ -889,13 +935,16 @@ def _run_if_it_can(
     *,
     entrances: Sequence[str] = (),
 ) -> tuple[Outputs, Outputs] | None:
-    """Run a network as `run` does. The result is None where it does not run on the call.
+    """Run a network in eval mode. Return its outputs and the values inside, or None if it fails.
 
     Args:
         model: The network.
         example: The call.
         paths: The modules whose outputs are returned, too.
         entrances: The modules whose inputs are returned, too.
+
+    Returns:
+        The outputs by name and the values inside by path, as `running.run` returns them.
     """
     # The forward is the user's, and may raise anything for numbers that it does not take.
     try:
@@ -951,7 +1000,7 @@ def _are_labels(value: Tensor) -> bool:
 def _small_parts(outputs: Outputs, values: Outputs) -> Outputs:
     """Select the channels that are small in the source's outputs, from these or other outputs.
 
-    A channel is small if its norm is below a thousandth of the largest channel's norm. Both
+    A channel is small if its L2 norm is below a thousandth of the largest channel's norm. Both
     dimension 1 and the last one are tried as channels, as classes are in one of them.
 
     Args:
@@ -969,6 +1018,7 @@ def _small_parts(outputs: Outputs, values: Outputs) -> Outputs:
         if not is_dense or not output.numel() or not has_same_shape:
             continue
 
+        # Classes that are masked out are -inf. They count as 0, so that all norms stay finite.
         finite = output.detach().double().nan_to_num(0.0, 0.0, 0.0)
         for axis in {1, output.ndim - 1}:
             if not 0 < axis < output.ndim:
@@ -1011,7 +1061,10 @@ def _have_the_same_types(outputs: Outputs, others: Outputs) -> bool:
 
 
 def _has_foreign_layers(anatomy: Anatomy) -> bool:
-    """Whether forward calls a layer that is neither torch's nor timm's, or has its own forward."""
+    """Whether forward calls a layer of an unknown package, or one with a forward set on itself.
+
+    Known are the layers of torch, timm, torchvision and normswap.
+    """
     layers = [
         module
         for node in anatomy.traced.nodes
@@ -1024,7 +1077,9 @@ def _has_foreign_layers(anatomy: Anatomy) -> bool:
     return False
 
 
-def _alone(source: nn.Module, example: Example, outputs: Outputs, like: Outputs) -> Outputs:
+def _outputs_of_first_samples(
+    source: nn.Module, example: Example, outputs: Outputs, like: Outputs
+) -> Outputs:
     """Return the source's outputs for as many first samples as were run in float64.
 
     They are cut from the outputs for the whole batch. This cannot be done if forward squeezes a
@@ -1105,7 +1160,8 @@ def _remarks(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list
     if not is_blind and _is_constant([value for value in outputs.values() if value.numel()]):
         remarks.append(_SAME_LABELS)
 
-    # The scores are measured from their mean over the samples.
+    # How much the input moves the scores: their distance from the mean over samples, relative to
+    # their size. `not >` is also true of NaN.
     floats = [value for value in outputs.values() if value.is_floating_point() and value.ndim > 1]
     if not is_blind and floats and all(len(value) == len(floats[0]) > 1 for value in floats):
         logits = torch.cat([value.flatten(1) for value in floats], 1)
@@ -1116,7 +1172,8 @@ def _remarks(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list
                 " little"
             )
 
-    # The branch is measured by its tail, and the block by its sum.
+    # How large each residual branch is beside its block's output. The branch is measured at its
+    # last module, `tail`.
     for block in blocks:
         if block.tail in inside and block.path in inside:
             share = float(inside[block.tail].norm() / inside[block.path].norm().clamp_min(1e-30))

@@ -2,8 +2,9 @@
 
 Outputs are compared, and the gradients of one training step. torch.compile sums in another order,
 and pytorch issues #181696 and #183120 report outputs of GroupNorm that differ. An output may be off
-by 1e-5 of its size and a gradient by 1e-4, or either by eight times what eager mode is off float64,
-at most ten times as much. An error above that, which rounding may explain, is not proved.
+by 1e-5 of its size and a gradient by 1e-4, as a relative L2. If eager mode itself is far from its
+values in float64, eight times that distance is allowed, but at most ten times the figures above. A
+larger error that is still within the eight times is "not proved": rounding may explain it.
 """
 
 from collections.abc import Iterable
@@ -25,14 +26,14 @@ from normswap.proof.running import Source
 from normswap.proof.where import Departure, first_layer_apart
 
 _GRADIENT_TOLERANCE = 1e-4
-# So many times eager mode's own distance from float64 is allowed: the gradient of a BatchNorm's
-# beta was off by seven times that distance.
+# An error may be so many times eager mode's own distance from float64. In a measurement, the
+# gradient of a BatchNorm's beta was off by seven times that distance.
 _STRAYING = 8
-# But never more than so many times what is allowed of any network, as `allowance` has it where
-# float32 decides. Half precision, which rounds more, has only the limit that proves nothing.
+# But it may never be more than so many times the tolerance of any network. In half precision, which
+# rounds more, the limit is `allowance.PROVES_NOTHING` instead.
 _CAP = 10
-# A gradient may be off by this share of all gradients together, which rounding alone may change by
-# as much.
+# A gradient may be off by this share of the norm of all gradients together. Rounding alone may
+# change a gradient that is small beside the others by as much.
 _LEAST = 1e-6
 
 
@@ -41,7 +42,7 @@ class Deviation:
     """How far one output, or one parameter's gradient, departs from eager mode.
 
     Args:
-        what: Its name: `output`, or `gradient of conv1.weight`.
+        what: The name of the value: `output`, or `gradient of conv1.weight`.
         relative_l2: The distance |compiled - eager| / |eager|.
         allowed: The largest distance that passes.
         rounding: The distance that rounding may explain. It is larger than `allowed` where the
@@ -65,23 +66,25 @@ class Deviation:
 
     @property
     def is_output(self) -> bool:
+        """Whether the value is an output. Otherwise it is a gradient."""
         return self.what.startswith("output")
 
 
 @full_precision()
 def compare_compiled(network: Source, example: Example) -> list[Deviation]:
-    """Run copies of a network compiled and in eager mode, and return what departs most.
+    """Run copies of a network compiled and in eager mode, and return the values that differ most.
 
-    Outputs are compared in eval mode. Gradients are those of a fixed random combination of all
-    outputs, in training mode, with the same random draws; a network without trainable parameters
-    has none.
+    Outputs are compared in eval mode. Gradients are compared in training mode with the same random
+    draws. Their loss is a fixed random combination of all outputs. A network without trainable
+    parameters has no gradients.
 
     Args:
         network: The network, which is not changed.
         example: The call.
 
     Returns:
-        The output that departs most, and the gradient that departs most, if there are any.
+        The output that departs most, and the gradient that departs most, each relative to what is
+        allowed of it. An entry is missing if there are no outputs, or no gradients.
 
     Raises:
         VerificationError: Torch.compile does not work on the network.
@@ -98,7 +101,8 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
     except RuntimeError:
         gradients = {}
 
-    # Compiled.
+    # The copy that is compiled, in place. It is compiled when it first runs, and `counters` then
+    # counts one graph more.
     torch._dynamo.reset()
     compiled.compile()
     graphs = counters["stats"]["unique_graphs"]
@@ -119,7 +123,8 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
             "torch.compile compiled nothing", "it is switched off, as by TORCHDYNAMO_DISABLE=1"
         )
 
-    # Eager mode in float64 says how much of a distance rounding explains.
+    # The distance of eager mode from float64 tells how much rounding explains. Without float64 that
+    # distance is 0.
     double_outputs = outputs
     double_gradients = gradients
     if network.has_double:
@@ -130,7 +135,7 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
                 double_gradients = _gradients(to_double(network.module), double_example)
 
     precision = str(network.coarsest_dtype).removeprefix("torch.")
-    of_outputs = _departures(
+    of_outputs = _deviations(
         example,
         kind="output",
         eager=outputs,
@@ -140,7 +145,7 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
         tolerance=allowance.FLOAT32_BASE,
         least=0.0,
     )
-    of_gradients = _departures(
+    of_gradients = _deviations(
         example,
         kind="gradient of",
         eager=gradients,
@@ -150,10 +155,11 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
         tolerance=_GRADIENT_TOLERANCE,
         least=_LEAST,
     )
+    # The output and the gradient that are farthest off, relative to what is allowed of each.
     return [
-        max(departures, key=lambda departure: departure.relative_l2 / departure.allowed)
-        for departures in (of_outputs, of_gradients)
-        if departures
+        max(deviations, key=lambda deviation: deviation.relative_l2 / deviation.allowed)
+        for deviations in (of_outputs, of_gradients)
+        if deviations
     ]
 
 
@@ -161,17 +167,18 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
 def first_compiled_layer_apart(
     network: Source, example: Example, deviations: Iterable[Deviation]
 ) -> Departure | None:
-    """Return the first layer whose output departs under torch.compile, or None.
+    """Return the first layer whose output differs too much under torch.compile, or None.
 
-    The compiled network hands out the outputs of all modules, which makes torch fuse less. The
-    result is None where no output of the network departs, or where no layer does once it fuses
-    less. Functions between modules hand out nothing, so a function that departs is seen at the
-    module behind it.
+    Hooks on all modules of the compiled network keep their outputs, so torch fuses less than it did
+    before. The result is None if no output of the network differs too much, or if no layer does
+    with less fusing. The values of functions between modules are not kept, so a function that
+    differs is found at the module behind it.
 
     Args:
         network: The network, which is not changed.
         example: The call.
-        deviations: The outputs and gradients that depart most, as `compare_compiled` returns them.
+        deviations: The output and the gradient that differ most, as `compare_compiled` returns
+            them.
     """
     from torch._inductor import config
 
@@ -199,7 +206,7 @@ def first_compiled_layer_apart(
 
 
 def _gradients(model: nn.Module, example: Example) -> Outputs:
-    """Return the parameters' gradients after one backward in training mode, by name.
+    """Return the parameters' gradients after one backward pass in training mode, by name.
 
     Args:
         model: A copy of the network, which is left in training mode with its gradients.
@@ -229,7 +236,7 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
     }
 
 
-def _departures(
+def _deviations(
     example: Example,
     kind: str,
     eager: Outputs,
@@ -239,7 +246,7 @@ def _departures(
     tolerance: float,
     least: float,
 ) -> list[Deviation]:
-    """Return how far each output or gradient is from eager mode, with what is allowed.
+    """Return how far each output or gradient is from eager mode, with the distance that is allowed.
 
     Args:
         example: The call.
@@ -255,7 +262,8 @@ def _departures(
     # The norm of all values together.
     total_size = sum(size * size for size in sizes.values()) ** 0.5
 
-    # A name that is missing gives no values, and so an infinite distance.
+    # The one value of that name. If the name is missing, no values are returned, which makes the
+    # distance infinite.
     def only(name: str, values: Outputs) -> Outputs:
         return {name: values[name]} if name in values else {}
 
@@ -269,10 +277,10 @@ def _departures(
     if allowance.is_half(precision):
         cap = allowance.PROVES_NOTHING
 
-    departures: list[Deviation] = []
+    deviations: list[Deviation] = []
     for name, size in sizes.items():
-        # `least` is relative to the size of all values together, and `base` to that of this one. If
-        # this one is zero, dividing by 1 avoids a division by zero.
+        # `least` is relative to the size of all values together, and `base` to the size of this
+        # value. If its size is zero, 1 is taken in its place, to avoid a division by zero.
         base = max(tolerance, least * total_size / (size or 1.0))
         own_change = apart(name, double, eager)
         deviation = Deviation(
@@ -281,5 +289,5 @@ def _departures(
             allowed=Allowance(precision, base, own_change, _STRAYING, cap).most,
             rounding=Allowance(precision, base, own_change, _STRAYING).most,
         )
-        departures.append(deviation)
-    return departures
+        deviations.append(deviation)
+    return deviations

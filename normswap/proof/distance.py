@@ -29,7 +29,8 @@ class Error:
         agreement: The fraction of inputs, or of places in maps, with the same argmax. It is None
             unless it is an error at logits of more than one class.
         output: The name of the worst output, where there are several.
-        answer: The output that the argmax is taken of, in words. Empty without an argmax.
+        answer: The output and the axis that the argmax is taken of, in words. Empty without an
+            argmax.
         axis: The axis of the argmax. None where outputs have names.
     """
 
@@ -93,9 +94,11 @@ class Distance:
         Args:
             expected: The source's value.
         """
-        # Without a number of the source, 1 beside 0 stands for the batch.
+        # If the source's value is empty, the batch counts as the number 1 where 0 is expected.
         if not expected.numel():
             self._add_numbers(torch.zeros(1).double(), torch.ones(1).double())
+        # Zeros in place of all numbers have the relative L2 |a - 0| / |a| = 1. Of labels, the
+        # negation differs in every entry.
         elif expected.is_floating_point() or expected.is_complex():
             self.add(expected, torch.zeros_like(expected))
         else:
@@ -116,15 +119,16 @@ class Distance:
             self._frequencies[label] = self._frequencies.get(label, 0) + count
 
     def _add_numbers(self, expected: Tensor, values: Tensor) -> None:
-        """Add the squares of numbers, and keep the largest.
+        """Add a batch to the running L2 norms and maxima of the values and their difference.
 
         Args:
             expected: The source's numbers, in one dimension, in float64.
-            values: The result's numbers, likewise.
+            values: The result's numbers, in one dimension, in float64.
         """
+        # Scores of classes that are masked out are -inf in both outputs. They are left out, unless
+        # nothing else is there.
         masked = (expected == values) & (expected == -math.inf)
         if bool(masked.any()) and not bool(masked.all()):
-            # Scores of classes that are masked out are -inf in both outputs.
             expected = expected[~masked]
             values = values[~masked]
 
@@ -147,7 +151,8 @@ class Distance:
             values.abs().max(),
         )
 
-        # The numbers are stacked, so that a device is waited for once.
+        # The numbers are stacked, so that a GPU is waited for once. `hypot` adds the norm of this
+        # batch to that of the batches before: sqrt(a^2 + b^2).
         size, other_size, off, most, peak, other_peak = torch.stack(numbers).tolist()
         self.is_comparable &= math.isfinite(peak) and math.isfinite(other_peak)
         self._size = math.hypot(self._size, size)
@@ -158,9 +163,10 @@ class Distance:
 
     @property
     def relative_l2(self) -> float:
-        """The distance |a - b| / |a|, or the share of unequal labels. Incomparable values give inf.
+        """The distance |a - b| / |a| of the result (b) from the source (a).
 
-        If the source's values a are exactly zero, it is |b|.
+        For labels it is the share of them that differ. It is infinite if the values cannot be
+        compared, and |b| if the source's values are exactly zero.
         """
         if not self.is_comparable:
             return math.inf
@@ -181,13 +187,14 @@ class Distance:
     def of_guesses(self) -> float:
         """The share of labels that random guesses get wrong.
 
-        The guesses give each label as often as it occurs.
+        The guesses give each label as often as it occurs. A guess is right with probability p^2 for
+        a label of frequency p, summed over all labels.
         """
         squares = sum((count / self._entries) ** 2 for count in self._frequencies.values())
         return 1.0 - squares
 
     def error(self, site: str, precision: str, size: Sequence[int]) -> Error:
-        """Return the distance as a record.
+        """Return the distance as an `Error`, with the place and the conditions of the measurement.
 
         Args:
             site: The path of the module at whose output it was measured, or "logits".
@@ -258,10 +265,10 @@ class OutputDistances:
 
     Args:
         precision: The precision that both networks run in.
-        exact: Whether the result claims the source's function. If it does not, it may give another
-            number of rows, such as other boxes. That counts as an error of 1.
-        anatomy: The source's anatomy, which tells scores of classes from waves and features. None
-            where it cannot be had.
+        exact: Whether the result claims to compute the source's function. If it does not, it may
+            give another number of rows, such as other boxes. That counts as an error of 1.
+        anatomy: The source's recorded structure (`graph.anatomy`), which tells scores of classes
+            from other outputs, such as features. None if the source could not be recorded.
     """
 
     def __init__(
@@ -293,8 +300,8 @@ class OutputDistances:
 
         # An approximate result may find another number of boxes, which cannot be compared row by
         # row. The batch then counts as an error of 1.
-        alike = all(outputs[name].shape == others[name].shape for name in outputs)
-        if not alike and not self.exact and _differ_in_rows(outputs, others):
+        have_same_shapes = all(outputs[name].shape == others[name].shape for name in outputs)
+        if not have_same_shapes and not self.exact and _differ_in_rows(outputs, others):
             for name, expected in outputs.items():
                 self.by_output.setdefault(name, Distance()).add_nothing(expected)
             return
@@ -328,7 +335,10 @@ class OutputDistances:
 
     @property
     def axis(self) -> int | None:
-        """The axis of the classes, in the last batch, of a network with one output."""
+        """The axis of the classes, in the last batch, of a network with one output.
+
+        None if the outputs have names, or the output is no scores of classes.
+        """
         return self.axes.get("")
 
     @property
@@ -339,7 +349,7 @@ class OutputDistances:
     def error(self) -> Error:
         """Return the error of the output that differs most.
 
-        Its agreement is the least of all outputs, which may be another output's. The error is
+        Its agreement is the least of all outputs, even if another output has it. The error is
         infinite where the names of the outputs differ, or there are none.
         """
         agreement, answer = self.least_agreement()
@@ -360,6 +370,7 @@ class OutputDistances:
         other outputs. An output counts if it was scores of classes in every batch. The share is
         None where none was.
         """
+        # An output that was no scores in some batch has counted fewer samples.
         complete = [
             agreement for agreement in self.agreements.values() if agreement.samples == self.count
         ]
@@ -390,10 +401,10 @@ def between(
         outputs: The source's outputs by name.
         others: The result's outputs by name.
         precision: The precision that both ran in.
-        exact: Whether the result claims the source's function. If not, another number of rows
-            counts as an error of 1.
-        anatomy: The source's anatomy, which tells scores of classes from other outputs. None where
-            it cannot be had.
+        exact: Whether the result claims to compute the source's function. If not, another number of
+            rows (such as other boxes) counts as an error of 1.
+        anatomy: The source's recorded structure (`graph.anatomy`), which tells scores of classes
+            from other outputs. None if the source could not be recorded.
     """
     distances = OutputDistances(precision, exact=exact, anatomy=anatomy)
     distances.add(example, outputs, others)
@@ -401,7 +412,7 @@ def between(
 
 
 def _differ_in_rows(outputs: Outputs, others: Outputs) -> bool:
-    """Whether outputs differ from the source's at most in the number of rows, and are finite.
+    """Whether a result's outputs are finite, and have the source's shapes but for their rows.
 
     All dimensions but the first must be equal.
 
@@ -409,20 +420,21 @@ def _differ_in_rows(outputs: Outputs, others: Outputs) -> bool:
         outputs: The source's outputs by name.
         others: The result's outputs by the same names.
     """
-    alike = all(outputs[name].shape[1:] == others[name].shape[1:] for name in outputs)
-    return alike and all(bool(torch.isfinite(value).all()) for value in others.values())
+    have_same_rest = all(outputs[name].shape[1:] == others[name].shape[1:] for name in outputs)
+    return have_same_rest and all(bool(torch.isfinite(value).all()) for value in others.values())
 
 
 def class_axes(outputs: Mapping[str, Tensor], anatomy: Anatomy | None) -> dict[str, int]:
     """Return the axis of the classes for each output that is scores of classes, by name.
 
-    Scores have as many channels as a last linear layer gives. Without such layers only rows
-    (N, classes) count. Maps of several sizes, as a pyramid gives, are no scores, and a network of
-    features has none.
+    An output is scores if the size of some axis is the number of channels of a last linear layer.
+    If no last layers are known, only outputs (N, classes) are scores. Maps of several sizes, as a
+    feature pyramid gives, are never scores, and a network that returns features has none.
 
     Args:
         outputs: The outputs by name.
-        anatomy: The anatomy of the network. None where it cannot be had.
+        anatomy: The recorded structure of the network (`graph.anatomy`). None if it could not be
+            recorded.
     """
     if anatomy is not None and anatomy.features:
         return {}
@@ -445,12 +457,12 @@ def class_axes(outputs: Mapping[str, Tensor], anatomy: Anatomy | None) -> dict[s
 
 
 def _class_axis(value: Tensor, widths: Collection[int]) -> int | None:
-    """Return the axis of an output that has as many entries as a last linear layer gives, or None.
+    """Return the axis of an output whose size is that of a last linear layer's output, or None.
 
     Args:
-        value: The output.
-        widths: The numbers of channels that last linear layers give. If it is empty, the classes of
-            a row (N, classes) are in its dimension 1.
+        value: The output, with two dimensions or more.
+        widths: The numbers of channels that the last linear layers of the network give. If none are
+            known, the classes of an output (N, classes) are in its dimension 1.
     """
     if not widths:
         return 1 if value.ndim == 2 else None

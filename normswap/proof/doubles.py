@@ -1,6 +1,7 @@
 """The comparison in float64, where rounding hides no mistake.
 
-Networks are compared on the first image, or on a small batch as it is.
+Networks are compared on the first sample of the first batch or, where that does not do, on all of
+it (`Network.short_example`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from normswap.proof import allowance
 from normswap.proof.distance import Error, Outputs, between
 from normswap.proof.running import Source, outputs_double, run
 
-# If the last digit in float64 changes the output by more than this, a choice fell otherwise: among
-# nearly equal scores, for instance.
+# If a change of the last digit in float64 changes the output by more than this, the network made
+# another choice, for instance among nearly equal scores. Rounding alone does not grow so much.
 _CHOICE = 1e-6
 
 
 def _not_again(_example: Example) -> Precise | None:
-    """Stand for `Precise.again` where no other call is compared."""
+    """Return None: the default of `Precise.again`, for a comparison that cannot be repeated."""
     return None
 
 
@@ -34,12 +35,14 @@ class Precise:
     """A comparison of source and result in float64.
 
     Args:
-        error: How far the result is off. None where source or result do not run in float64.
-        reference: The source's outputs in float64.
+        error: The error of the result's outputs. None if the source does not run in float64.
+        reference: The source's outputs in float64, by name. Empty if it does not run.
         own_change: How far the source's outputs move when the input, or the weights, change in
-            their last digit.
-        hangs_on: The cause of a large `own_change`, for reports.
-        impossible: Why source or result do not run in float64. Empty where both do.
+            their last digit, as a relative L2. It is 0 where the error is small, as it is not
+            needed then.
+        hangs_on: A sentence for reports if a choice, such as the order of nearly equal scores,
+            causes a large `own_change`. Empty otherwise.
+        impossible: Why the source does not run in float64. Empty if it does.
         again: A function that takes other inputs and returns the comparison on them. It returns
             None where the source does not run on them in float64.
     """
@@ -55,7 +58,7 @@ class Precise:
 
 
 def _by_no_parts(_example: Example) -> Outputs | None:
-    """Stand for `parts` of `compare_double` where the result has no cheaper run in float64."""
+    """Return None: the default of `parts`, for a result without a cheaper run in float64."""
     return None
 
 
@@ -64,9 +67,9 @@ def compare_double(
     make: Callable[[], nn.Module],
     parts: Callable[[Example], Outputs | None] = _by_no_parts,
 ) -> Precise | None:
-    """Compare source and result in float64, on few samples or else on the whole first batch.
+    """Compare source and result in float64, on the source's short example or else the whole batch.
 
-    Returns None if the network is in float64 already, or its device has no float64 (MPS).
+    The whole first batch is taken if the source does not run on the short example alone.
 
     Args:
         source: The source.
@@ -74,11 +77,16 @@ def compare_double(
         parts: A function that takes an example in float64 and returns the result's outputs at less
             cost than `make`, or None. If these outputs differ from the source's, or there are none,
             the network of `make` is compared. The default always returns None.
+
+    Returns:
+        The comparison. If the source runs on neither call in float64, it has the reason in
+        `impossible`, and no error. None if the network is in float64 already or has no float64
+        copy, for instance because its device has no float64 (MPS).
     """
     if not source.has_double:
         return None
 
-    # Whoever reads the comparison may repeat it on another call.
+    # This becomes `Precise.again`, by which the caller repeats the comparison on another call.
     def again(other: Example) -> Precise | None:
         double_example = other.map_floats(Tensor.double)
         # The forward is the user's: it may ask for one dtype.
@@ -88,7 +96,8 @@ def compare_double(
             return None
         return _against(source, double_example, expected, make, parts)
 
-    # A forward that fixes the number of images runs on the whole batch only.
+    # The short example is tried first, as it costs less. A forward that fixes the number of images
+    # runs on the whole batch only.
     whole = source.examples[0]
     short = source.short_example
     candidates = [short] if short is whole else [short, whole]
@@ -114,7 +123,7 @@ def _against(
     make: Callable[[], nn.Module],
     parts: Callable[[Example], Outputs | None],
 ) -> Precise:
-    """Compare the result with the source's outputs in float64.
+    """Compare the result with the source's outputs in float64, and return the comparison.
 
     Args:
         source: The source.
@@ -129,7 +138,7 @@ def _against(
         return between(example, expected, outputs, precision="float64", anatomy=source.anatomy)
 
     # The run by parts costs less, and is enough if its outputs are right. If they are not, or there
-    # are none (an infinite error), the result is built and run.
+    # are none (an infinite error), the result is built and run. `not <=` is also true of NaN.
     error = error_of(reference, parts(example) or {})
     if not error.relative_l2 <= allowance.FLOAT64_BASE:
         result = make()
@@ -147,13 +156,13 @@ def _against(
     if error.relative_l2 <= allowance.FLOAT64_BASE:
         return Precise(error, reference)
 
-    # Before a larger error counts as a mistake, it is asked how far rounding moves the source.
+    # A larger error may still be rounding, so how far rounding moves the source is measured, too.
     own_change, hangs_on = _own_change(source.module, example, reference)
     return Precise(error, reference, own_change, hangs_on)
 
 
 def _own_change(source: nn.Module, example: Example, reference: Outputs) -> tuple[float, str]:
-    """Return how far the last digit moves the source in float64, and the cause if it is a choice.
+    """Return how far a change of the last digit moves the source's outputs in float64, and why.
 
     Args:
         source: The source.
@@ -161,8 +170,9 @@ def _own_change(source: nn.Module, example: Example, reference: Outputs) -> tupl
         reference: The source's outputs for it, by name.
 
     Returns:
-        The relative L2 of the larger change, by the input's last digit or the weights', and a
-        sentence for reports. The sentence is empty unless a choice fell otherwise.
+        The relative L2 of the larger change (by the last digit of the input, or of the weights),
+        and a sentence for reports if the network made another choice, for instance among nearly
+        equal scores. Otherwise the sentence is empty.
     """
     input_change, weight_change = (
         allowance.apart("float64", example, reference, outputs_double(network, call))
@@ -170,7 +180,8 @@ def _own_change(source: nn.Module, example: Example, reference: Outputs) -> tupl
     )
 
     hangs_on = ""
-    # Rounding grows by a factor of 1e8 in no network that can be trained: a choice fell otherwise.
+    # In no network that can be trained does rounding grow by a factor of 1e8. So if the weights'
+    # last digit changes the output by as much, and the input's does not, another choice was made.
     if weight_change > _CHOICE and input_change < _CHOICE:
         hangs_on = (
             "changing the last digit of its weights in float64 changes the source's output by"

@@ -26,12 +26,13 @@ class Kept:
     """How well the answers of source and result agree on held-out images, without labels.
 
     Args:
-        agreement: The share of images, or of places in maps, with the same argmax. None where the
-            outputs have no argmax.
+        agreement: The share of images, or of places in maps, with the same argmax. None if no
+            output is scores of classes.
         relative_l2: The distance |result - source| / |source| at the outputs.
         count: The number of images.
-        answer: The output that the argmax is taken of. Of several outputs it is the one that agrees
-            least, with the agreement of the others.
+        answer: The output and axis that the argmax is taken of, in words, such as "the largest of
+            21 on axis 1 of out". Of several outputs it is the one that agrees least, followed by
+            the agreement of the others.
         axis: The axis of the argmax. None where outputs have names.
     """
 
@@ -43,10 +44,10 @@ class Kept:
 
     @property
     def least(self) -> float | None:
-        """The least agreement with 97.5 % confidence.
+        """The lower bound of the agreement with 97.5 % confidence. None if there is no agreement.
 
-        Source: Wilson 1927, as Brown et al. 2001, equation 4. Places of one image go together: for
-        maps the bound is too high.
+        Source: Wilson 1927, as Brown et al. 2001, equation 4. The places of one map are not
+        independent of one another, so for maps the bound is too high.
         """
         if self.agreement is None:
             return None
@@ -84,8 +85,8 @@ class HeldOutSplit:
     """Iterates over the calls that values are fitted to, and holds out every fourth image.
 
     It can be iterated repeatedly. Calls are cut to a size that suits the device
-    (`checked_batches.parts`). A call that cannot be split is fitted to or held out as a whole: the
-    fourth call is held out, the eighth, and so on.
+    (`checked_batches.parts`). A call that cannot be split into samples is fitted to or held out as
+    a whole: the fourth call is held out, the eighth, and so on.
 
     Args:
         batches: The calls.
@@ -108,12 +109,14 @@ class HeldOutSplit:
         self.copies = 0
 
     def __iter__(self) -> Iterator[Example]:
+        """Yield the calls to fit values to. At the end `held` has the others."""
         self.held = []
         # The number of images that can still be held out.
         room = MOST
         # The hashes of the images that values are fitted to.
         fitted_to: set[bytes] = set()
 
+        # The number of images in the calls before.
         position = 0
         for i, batch in enumerate(self.batches):
             # A call without tensors has nothing to hold out.
@@ -121,12 +124,13 @@ class HeldOutSplit:
                 yield batch
                 continue
 
+            # `take` returns None if no image is marked, and also if the call cannot be split.
             is_held_out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
             position += batch.count
             held_out = None if self.whole else batch.take(is_held_out)
             fitted = None if self.whole else batch.take(~is_held_out)
 
-            # A call that cannot be split is on one side as a whole.
+            # A call that cannot be split is held out or fitted to as a whole.
             if held_out is None and fitted is None:
                 if i % EVERY == EVERY - 1:
                     held_out = batch
@@ -141,7 +145,8 @@ class HeldOutSplit:
                 fitted_to.update(_hashes(fitted))
                 yield from [fitted] if self.whole else parts(fitted, self.device)
 
-        # A copy of an image that was fitted to says nothing about other images.
+        # The result was fitted to an image, so a held-out copy of it says nothing about other
+        # images. The copies are dropped.
         count = sum(call.count for call in self.held)
         if not self.whole:
             different = (_without(call, fitted_to) for call in self.held)
@@ -166,7 +171,7 @@ def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
     """Return the samples of a call that were not fitted to, or None if all were.
 
     Args:
-        call: The call. One that cannot be split is returned as it is.
+        call: The call. If it cannot be split into samples, it is returned as it is.
         fitted_to: The hashes of all samples that were fitted to. The hashes of this call are added,
             so that a sample counts once.
     """
@@ -184,20 +189,22 @@ def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
 def measured(
     source: nn.Module, result: nn.Module, held: Iterable[Example], anatomy: Anatomy | None = None
 ) -> Kept | None:
-    """Return how well the answers of both networks agree on some calls, or None without calls.
+    """Return how well the outputs of both networks agree on some calls. None if there are no calls.
 
     Args:
         source: The source.
         result: The converted network.
         held: The calls that were held out.
-        anatomy: The source's anatomy, which tells scores of classes from other outputs.
+        anatomy: The source's recorded structure, which tells scores of classes from other outputs.
 
     Raises:
         VerificationError: One of the networks does not run.
     """
+    # No error is reported from here, so no precision is named.
     distances = OutputDistances("", exact=False, anatomy=anatomy)
     for example in held:
         pair = running.both(source, result, example.like(source))
+        # It is None only for a call of another size than the first. Here each call is the first.
         assert pair is not None, "there is no second size"
         (before, _), (after, _) = pair
         distances.add(example, before, after)

@@ -9,16 +9,16 @@ from normswap.models.modes import callers_dtype, undisturbed
 from normswap.proof.distance import distance
 from normswap.proof.running import Source
 
-# Features that differ by more of their size are other features.
+# Features that differ by more than this share of their size (relative L2) are reported.
 _OTHERWISE = 1e-3
 
 
 def note(source: Source, result: nn.Module) -> str:
     """Return a warning if `forward_intermediates` of an exact result gives other features.
 
-    It is empty if the features are the source's, or if the source has no such method. Only
-    `forward` is recorded and proved, and values inside may differ. For instance, a convolution
-    that absorbed a norm gives the norm's values, where the source gives the convolution's own.
+    The warning is empty if the features are the source's, or if the source has no such method. Only
+    `forward` is recorded and proved, and values inside may differ. For instance, a convolution into
+    which a norm was folded returns the norm's output, where the source's returns its own.
 
     Args:
         source: The source.
@@ -36,7 +36,7 @@ def note(source: Source, result: nn.Module) -> str:
     if not expected:
         return ""
 
-    # On the result a layer that the method reads may be gone.
+    # The method may read a layer that the result does not have any more.
     try:
         features = _features(result, example.images)
     except Exception as error:

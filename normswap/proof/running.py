@@ -19,7 +19,8 @@ from normswap.proof.distance import Outputs
 
 # For a module of a result, the function that builds it anew in float64.
 Replacements: TypeAlias = dict[nn.Module, Callable[[], nn.Module]]
-# An image alone gives what it gives in its batch, up to this share: half precision rounds.
+# The outputs for an image alone may differ from those in its batch by this share of their size:
+# half precision rounds.
 _NEAR = 0.02
 # Outputs are looked for in so many levels of lists, dicts and records.
 _LEVELS = 12
@@ -63,20 +64,21 @@ def run(
         model: The network.
         example: The call.
         paths: The modules whose outputs are returned, too.
-        entrances: The modules whose inputs are returned, too, as `entrance(path)`.
+        entrances: The modules whose first inputs are returned, too, under the name
+            `entrance(path)`.
         heads: Whether auxiliary heads run as in training (`modes.with_heads`).
 
     Returns:
-        The network's outputs by name, and the values inside by path. The values of a module that
-        forward calls several times stand in one row.
+        The network's outputs by name, and the values inside by path. If forward calls a module
+        several times, its values are concatenated in one dimension.
     """
     values: Outputs = {}
 
-    # A second value of the same site is put behind the first, in one row.
+    # `site` is a key of `values`. A second value of the same site is put behind the first.
     def keep_value(site: str, value: object) -> None:
         if not isinstance(value, Tensor):
             return
-        # An in-place activation would overwrite the value.
+        # Without the copy, an in-place activation behind the module would overwrite the value.
         value = value.clone()
         if site in values:
             value = torch.cat([values[site].flatten(), value.flatten()])
@@ -106,7 +108,10 @@ def run(
 
 
 def with_other_values(example: Example) -> Example:
-    """Return the example with its values mirrored, and floating-point values 0.7 times as large."""
+    """Return the example with every tensor mirrored along its last axis.
+
+    Floating-point values are also multiplied by 0.7. A tensor of one number is left as it is.
+    """
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
@@ -118,14 +123,14 @@ def with_other_values(example: Example) -> Example:
 
 
 def entrance(path: str) -> str:
-    """Return the name of a module's input among the values of a run."""
+    """Return the key under which `run` returns the input of the module at `path`."""
     return f"the input of {path}"
 
 
 def outputs_of(output: object) -> Outputs:
-    """Return the tensors in what a network gives, and its plain numbers as tensors, by name.
+    """Return the tensors that a forward returned, and its plain numbers as tensors, by name.
 
-    They are copies: a network may give a tensor that its next run writes into.
+    They are copies: a network may return a tensor that its next run writes into.
 
     Args:
         output: What the network's forward returns.
@@ -133,7 +138,8 @@ def outputs_of(output: object) -> Outputs:
     outputs: Outputs = {}
 
     def put(name: str, value: Tensor) -> None:
-        # {"a.b": x} and {"a": {"b": y}} have the same name, and both are compared.
+        # {"a.b": x} and {"a": {"b": y}} have the same name. The second gets another one, so that
+        # both are compared.
         while name in outputs:
             name += "'"
         outputs[name] = value
@@ -159,9 +165,7 @@ def both(
     tails: Sequence[str] = (),
     first: Example | None = None,
 ) -> tuple[tuple[Outputs, Outputs], tuple[Outputs, Outputs]] | None:
-    """Return what `run` gives for both networks: outputs and values inside, of each.
-
-    The result is None where the source runs on the first call, but not on this size of input.
+    """Run source and result on a call.
 
     Args:
         source: The source.
@@ -170,6 +174,10 @@ def both(
         paths: The modules of both networks whose outputs are returned, too.
         tails: Further modules of the source whose outputs are returned at the first call.
         first: The first of all calls. By default it is the call itself.
+
+    Returns:
+        For the source and for the result, the outputs and the values inside, as `run` returns them.
+        None if the source does not run on this call, whose input size is not that of the first.
 
     Raises:
         VerificationError: One of the networks does not run, or the source gives no output.
@@ -219,35 +227,38 @@ def by_parts(
     replacements: Replacements | None = None,
     tensors: Mapping[int, Tensor] | None = None,
 ) -> Outputs | None:
-    """Return the outputs in float64 from casting one module at a time, or None if that fails.
+    """Return the network's outputs in float64, by casting one module at a time to float64.
 
     A module has float64 tensors only while its forward runs, so the network never exists twice.
-    This fails, for instance, if a forward mixes dtypes, or if a module calls itself.
+    The result is None if the run fails, for instance because a forward mixes dtypes, or a module
+    calls itself.
 
     Args:
         model: The network, in its own dtype.
         example: The call, in float64.
         replacements: For some modules of the network, the function that builds the module anew in
             float64. The tensors of all other modules are cast.
-        tensors: Float64 tensors by the identity of the tensors that they stand for.
+        tensors: Float64 tensors that are used in place of casts, by the `id` of the network's own
+            tensors.
     """
-    # The own tensors of the modules that run now, and float64 tensors that were built and are not
-    # lent yet, by the identity of the tensors that they stand for.
-    lent: dict[nn.Module, dict[str, Tensor]] = {}
-    ready: dict[int, Tensor] = {}
+    # The network's own tensors of each module that runs now. It gets them back afterwards.
+    own_tensors: dict[nn.Module, dict[str, Tensor]] = {}
+    # The tensors of modules that were built in float64, by the `id` of the network's own tensors.
+    # Each waits here until the module that owns it runs, which may be a child of the replaced one.
+    built: dict[int, Tensor] = {}
 
     # Before a replaced module runs, it is built in float64.
-    @_unseen
-    def make(module: nn.Module, _args: object) -> None:
+    @_outside_function_modes
+    def build(module: nn.Module, _args: object) -> None:
         assert replacements is not None
         doubles = dict(_tensors(replacements[module]()))
-        ready.update(
-            {id(old): doubles[name].detach() for name, old in _tensors(module) if name in doubles}
+        built.update(
+            {id(own): doubles[name].detach() for name, own in _tensors(module) if name in doubles}
         )
 
     # A module gets float64 tensors when its forward begins: those that were built, or casts.
-    @_unseen
-    def lend(module: nn.Module, _args: object) -> None:
+    @_outside_function_modes
+    def use_double(module: nn.Module, _args: object) -> None:
         tensors_of_module = {**module._parameters, **module._buffers}
         floats = {
             name: tensor
@@ -255,25 +266,29 @@ def by_parts(
             if tensor is not None and tensor.is_floating_point()
         }
 
-        lent[module] = {name: tensor.data for name, tensor in floats.items()}
+        own_tensors[module] = {name: tensor.data for name, tensor in floats.items()}
         for name, tensor in floats.items():
-            double_tensor = ready.pop(id(tensor), (tensors or {}).get(id(tensor)))
+            double_tensor = built.pop(id(tensor), (tensors or {}).get(id(tensor)))
             if double_tensor is None:
                 double_tensor = tensor.data.double()
             _put(module, name, double_tensor)
 
     # It gets its own tensors back when its forward ends.
-    @_unseen
-    def back(module: nn.Module, *_: object) -> None:
-        for name, tensor in lent.pop(module).items():
+    @_outside_function_modes
+    def restore(module: nn.Module, *_: object) -> None:
+        for name, tensor in own_tensors.pop(module).items():
             _put(module, name, tensor)
 
     owners = [
         module for module in nn.Module.modules(model) if module._parameters or module._buffers
     ]
-    handles = [module.register_forward_pre_hook(make) for module in replacements or {}]
+    # The hooks that build come first, as hooks run in the order in which they are registered.
+    handles = [module.register_forward_pre_hook(build) for module in replacements or {}]
     for owner in owners:
-        handles += [owner.register_forward_pre_hook(lend), owner.register_forward_hook(back)]
+        handles += [
+            owner.register_forward_pre_hook(use_double),
+            owner.register_forward_hook(restore),
+        ]
 
     # After an error inside a forward its module still has float64 tensors, as no hook gave it its
     # own ones back. `finally` does that.
@@ -283,21 +298,21 @@ def by_parts(
     except (RuntimeError, KeyError):
         return None
     finally:
-        for module in list(lent):
-            back(module)
+        for module in list(own_tensors):
+            restore(module)
 
 
-def _unseen(work: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that does the same while torch's function modes are off.
+def _outside_function_modes(work: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a function so that no `TorchFunctionMode` sees the calls of torch in it.
 
     A mode that watches every call costs more than the call.
     """
 
-    def alone(*args: object) -> None:
+    def unwatched(*args: object) -> None:
         with torch._C.DisableTorchFunction():
             work(*args)
 
-    return alone
+    return unwatched
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -314,16 +329,18 @@ def noise(
     seed: int = 0,
     ran: Collection[str] = (),
 ) -> list[Example]:
-    """Return calls with N(0, 1) inputs (batch, C, H, W), at 64 and at 97 pixels.
+    """Return calls with N(0, 1) inputs (batch, C, H, W) at small sizes: 64 and 97 pixels.
 
-    Where a small size fails, there is one call, of the next size that the network runs on.
+    If the network does not run on the first size, the result is a single call, of the next size
+    that it runs on: 97 pixels, or at last `size` itself.
 
     Args:
         model: The network.
         size: The size (C, H, W) that is tried last.
         batch: The number of samples of the first call. The second has one.
         seed: The seed of the noise.
-        ran: The calls that the network is known to run on, as `str(call)`. They are not tried.
+        ran: The calls that the network is known to run on, each as `str(call)`. They are returned
+            without a trial run.
 
     Raises:
         VerificationError: The network runs on none of these calls.
@@ -345,7 +362,8 @@ def noise(
             why = first_line(error)
             continue
 
-        # `both` leaves the image of the second size out if the network does not take it.
+        # The image of the second size is not tried: if the network does not take it, `both` leaves
+        # it out of the comparison.
         calls = [call]
         if shape == first and others:
             image = torch.randn(1, *others[0], generator=generator).to(like)
@@ -356,14 +374,16 @@ def noise(
 
 
 def runs_on_one(model: nn.Module, example: Example) -> bool:
-    """Whether the network gives for the first sample alone what it gives for it in the batch.
+    """Whether the network's outputs for the first sample alone are those that it has in the batch.
 
-    A forward may fix its number of samples (`reshape(-1, 36)`), or mix them.
+    They are not if forward fixes the number of samples, or mixes samples. For a batch that has one
+    sample or cannot be cut, it is true.
 
     Args:
         model: The network.
         example: The batch.
     """
+    # `first` returns the example itself if it has one sample only, or cannot be cut.
     alone = example.first(1)
     if alone is example:
         return True
@@ -374,19 +394,20 @@ def runs_on_one(model: nn.Module, example: Example) -> bool:
     except Exception:
         return False
 
+    # The rows of the batch's outputs that belong to the first sample.
     whole, _ = run(model, example)
-    rows: Outputs = {}
+    first_rows: Outputs = {}
     for name, value in whole.items():
         if name in outputs and outputs[name].ndim == value.ndim:
-            rows[name] = value[: len(outputs[name])] if value.ndim else value
+            first_rows[name] = value[: len(outputs[name])] if value.ndim else value
 
-    return outputs.keys() == rows.keys() and all(
-        _is_near(value, rows[name]) for name, value in outputs.items()
+    return outputs.keys() == first_rows.keys() and all(
+        _is_near(value, first_rows[name]) for name, value in outputs.items()
     )
 
 
 def _is_near(value: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ by a fiftieth of their size at most."""
+    """Whether two tensors differ by at most a fiftieth of their size, as a relative L2."""
     if value.shape != other.shape:
         return False
     wide = torch.complex128 if value.is_complex() else torch.float64
@@ -395,7 +416,9 @@ def _is_near(value: Tensor, other: Tensor) -> bool:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a module another tensor under a name. A parameter keeps its identity.
+    """Give a module other values for a parameter or buffer, in place.
+
+    A parameter stays the same object, with other data. A buffer is replaced by the tensor.
 
     Args:
         module: The module that owns the tensor.

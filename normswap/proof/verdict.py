@@ -18,7 +18,7 @@ class Reason:
     Args:
         why: What kept an error from being seen, as a sentence without a full stop.
         remedy: What to do.
-        of_source: Whether the source itself is at fault, and no result of it can be proved.
+        of_source: Whether the cause is in the source itself, so that no result of it can be proved.
     """
 
     why: str
@@ -28,7 +28,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class JudgedError:
-    """An error, and what its verdict needs.
+    """A measured error, with the limit and the doubts by which it is judged.
 
     Args:
         error: The error.
@@ -75,10 +75,12 @@ def judge(measured: Sequence[JudgedError], blind: Reason) -> Judgement:
     too_large = [each for each in measured if not each.is_within]
     doubts = [each.doubt for each in too_large if each.doubt is not None]
     if too_large:
-        # A single error without a doubt makes the result wrong. A judgement without a reason says
-        # so.
+        # A single error without a doubt makes the result wrong. "Wrong" is a judgement of False
+        # without a reason; with a reason it is "not proved".
         are_all_in_doubt = len(doubts) == len(too_large)
         return Judgement(False, doubts[0] if are_all_in_doubt else None)
+
+    # Every error is small enough, but a mistake might not have shown in any of these values.
     if not any(each.shows_errors for each in measured):
         return Judgement(False, blind)
     return Judgement(True)
@@ -98,7 +100,8 @@ class Report:
         tolerance: The largest relative L2 error that is allowed, by precision.
         remarks: Sentences that a reader must know: a branch, or the input, hardly moves the output,
             or the proof is at blocks, or in one precision only.
-        kept: The agreement of an approximate result with its source on the user's held-out images.
+        kept: How well an approximate result agrees with its source on the user's held-out images.
+            None if that was not measured.
         unmeasured: Why there is no such agreement, although there were images.
         unproved: Why nothing that was compared could have shown an error. Empty otherwise.
         remedy: What helps where nothing is proved. Empty otherwise.
@@ -152,14 +155,14 @@ def word(*, exact: bool, passed: bool, unproved: bool) -> str:
 
 
 def require_passed(report: Report, scheme: str) -> None:
-    """Raise VerificationError where the report of a scheme's result is not good.
+    """Raise an error unless the result passed.
 
     Args:
-        report: The measurements.
-        scheme: The name of the scheme in errors.
+        report: The measurements and the verdict.
+        scheme: The name of the scheme, for the error's sentence.
 
     Raises:
-        WrongResultError: The result is wrong. It names the first block that is off.
+        WrongResultError: The result is wrong. The message names the first block that is off.
         VerificationError: Nothing that was compared could have shown an error.
     """
     if report.passed:
@@ -168,7 +171,7 @@ def require_passed(report: Report, scheme: str) -> None:
         raise VerificationError(
             f"nothing proves the result of {scheme}", report.unproved, report.remedy
         )
-    # The result of a scheme that changes the function can only fail by such numbers.
+    # A result that need not equal the source can fail in this way only.
     if not report.exact:
         left_out = spelled("skip", metavar="PATTERN")
         raise WrongResultError(
@@ -189,37 +192,37 @@ def require_passed(report: Report, scheme: str) -> None:
 
 
 def _error_to_name(report: Report) -> tuple[Error, str]:
-    """Return the error that a refusal names, and the place where it was measured, in words.
+    """Return the error that the message about a wrong result names, and its place in words.
 
     It is the worst error at the outputs. If all errors there are small enough, it is the first
     error inside the network that is too large.
     """
-    # `not <=` is also true of NaN.
-    first_site = None
-    for site in report.sites:
-        if not site.relative_l2 <= report.site_tolerance.get(site.site, math.inf):
-            first_site = site
+    # The first error inside that is too large. `not <=` is also true of NaN.
+    first_inside = None
+    for error in report.sites:
+        if not error.relative_l2 <= report.site_tolerance.get(error.site, math.inf):
+            first_inside = error
             break
 
-    if first_site is not None and _are_within(report.logits, report.tolerance):
-        return first_site, first_site.site
+    if first_inside is not None and _are_within(report.logits, report.tolerance):
+        return first_inside, first_inside.site
     worst_error = max(
         report.logits, key=lambda error: error.relative_l2 / report.tolerance[error.precision]
     )
-    if first_site is not None:
-        return worst_error, f"the logits, first at {first_site.site}"
+    if first_inside is not None:
+        return worst_error, f"the logits, first at {first_inside.site}"
     return worst_error, "the logits"
 
 
 def _remedy_of_wrong(report: Report, error: Error) -> str:
-    """Return what to do about a wrong result.
+    """Return what to do about a wrong result, as the last sentence of the error's message.
 
     Args:
-        report: The measurements.
-        error: The error that the refusal names.
+        report: The measurements of the wrong result.
+        error: The error that the message quotes.
     """
-    # Float64 tells a mistake from rounding.
-    doubles = [error for error in report.logits if error.precision == "float64"]
+    # Rounding is too small in float64 to exceed the tolerance: a large error there is a mistake.
+    doubles = [measured for measured in report.logits if measured.precision == "float64"]
     if doubles and not _are_within(doubles, report.tolerance):
         return "Nothing was written; if the plan was not edited by hand, this is a bug of normswap"
     if doubles and not _are_within(report.logits, report.tolerance):

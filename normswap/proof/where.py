@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 from normswap.graph import recording, tracing
 from normswap.models.calling import Example
 
-# A value that is off by more than half of its size is taken for the output of another layer. For
-# comparison, rounding to int8 costs most layers up to 0.05.
+# A value belongs to an operation if its relative L2 distance from the operation's output is at most
+# this. If it is larger, it is taken for another layer's output. For comparison, rounding to int8
+# costs most layers up to 0.05.
 _SIMILAR = 0.5
 
 
@@ -50,18 +51,18 @@ def first_layer_apart(
 ) -> Departure | None:
     """Return the first layer whose output the result computes differently, or None.
 
-    The network's operations run one by one. If one of `values` is near an operation's output, the
-    network goes on with that value, so that each operation is measured without the errors of the
-    operations before it. A runtime may fuse a layer away. Such a layer counts as right if the layer
-    that reads it is right.
+    The network's operations run one by one. If one of the result's values is near an operation's
+    output, the next operations read that value in place of the output. So each operation is
+    measured without the errors of those before it. A runtime may fuse a layer away, so that the
+    result has no value for it. Such a layer counts as right if the layer that reads it is right.
 
     Args:
         network: The source, in a copy that may be written to.
         example: The input.
         values: All values that the result, a file or a network, computes from the same input.
-        allowed: The relative L2 distance that an operation may be off by.
+        allowed: The relative L2 distance that an operation's value may be off by.
         jump: An operation may also be off by this factor times the median distance of the other
-            operations of its kind.
+            operations of its kind. With the default 0 only `allowed` counts.
     """
     traced = recording.record_once(network, example)
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
@@ -69,6 +70,8 @@ def first_layer_apart(
 
     # Go through the operations from the outputs backwards. An operation is right if its value is
     # right, or if the result has no value for it and an operation that reads it is right.
+    # Operations that were not measured, such as those that give no tensor, count as without a value
+    # of the result.
     right: set[fx.Node] = set()
     for node in reversed(traced.nodes[:-1]):
         relative_l2 = departures[node].relative_l2 if node in departures else math.inf
@@ -77,27 +80,28 @@ def first_layer_apart(
         if relative_l2 <= allowed or (has_no_value and has_right_reader):
             right.add(node)
 
-    # The operations so far for which the result has a value.
-    near: list[Departure] = []
+    # The operations so far for which the result has a value. The loop below fills it.
+    with_value: list[Departure] = []
 
     # An operation stands out if it is off by more than is allowed, and by more than `jump` times
     # the median of the others of its kind.
     def stands_out(departure: Departure) -> bool:
         others = [
             other.relative_l2
-            for other in near
+            for other in with_value
             if other.kind == departure.kind and other is not departure
         ]
         return departure.relative_l2 > max(allowed, jump * statistics.median(others or [0.0]))
 
     # Go through the operations from the input on, as far as the first one that has no value, is not
-    # right and reaches the outputs. If an operation before it stands out, that one is the cause.
+    # right and reaches the outputs (the last node). If an operation before it stands out, that one
+    # is the cause, or else this one.
     for node, departure in departures.items():
         if departure.relative_l2 <= _SIMILAR:
-            near.append(departure)
+            with_value.append(departure)
         elif node not in right and traced.depends(traced.nodes[-1], node):
-            return next(filter(stands_out, near), departure)
-    return next(filter(stands_out, near), None)
+            return next(filter(stands_out, with_value), departure)
+    return next(filter(stands_out, with_value), None)
 
 
 def _measured(
@@ -105,15 +109,17 @@ def _measured(
 ) -> dict[fx.Node, Departure]:
     """Return how far every operation is off, without the errors of the operations before it.
 
-    Each of the result's values is given to the one operation that it is nearest to. An operation
-    that gets no value counts as far off as the first operation behind it that has one.
+    Several operations may have the same value of the result as their closest. It counts for the one
+    whose output it is nearest to. The others get no value, and count as far off as the first
+    operation behind them that has one.
 
     Args:
         traced: The network's recorded forward.
         example: The input.
         floats: The floating-point values of the result.
     """
-    # Which operations have no value of their own.
+    # Which operations share their closest value (its index in `floats`) with one that it is nearer
+    # to, and so have no value of their own.
     departures, closest = _departures(traced, example, floats)
     least_distances: dict[int, float] = {}
     for node, index in closest.items():
@@ -125,7 +131,8 @@ def _measured(
         if departures[node].relative_l2 > least_distances[index]
     ]
 
-    # Measured again, where each operation goes on with the result's values.
+    # Measured again. Now the next operations read the result's value in place of each output that
+    # has one near it.
     departures, _ = _departures(traced, example, floats, without, similar=_SIMILAR)
     for node in without:
         readers = (
@@ -144,28 +151,34 @@ def _departures(
     without: Container[fx.Node] = (),
     similar: float = -1.0,
 ) -> tuple[dict[fx.Node, Departure], dict[fx.Node, int]]:
-    """Return how far every operation on the input is from the result's closest value.
+    """Run the network's operations, and return how far each is from the result's closest value.
+
+    Only operations on the input that give a floating-point tensor of several numbers are measured.
 
     Args:
         traced: The network's recorded forward.
         example: The input.
         floats: The floating-point values of the result.
         without: The operations that have no value in the result.
-        similar: The network goes on with the closest value in place of an operation's output if the
-            operation is off by this at most, unless it has no value. By default it never does.
+        similar: If an operation is off by this at most, and is not in `without`, the next
+            operations read its closest value in place of its output. With the default -1 they never
+            do.
 
     Returns:
-        The departure of each operation, and the index of its closest value: -1 if no value has its
-        number of entries.
+        The departure of each operation, and the index of its closest value in `floats`. The index
+        is -1 if no value has the operation's number of entries.
     """
+    # The values of the nodes that compute nothing: the inputs, and the constants and parameters.
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     tensors = (tensor.clone() for tensor in example.tensors())
     outputs: dict[fx.Node, Any] = dict(zip(placeholders, tensors, strict=True))
     outputs |= {
         node: traced.fetch(str(node.target)) for node in traced.nodes if node.op == "get_attr"
     }
+
     departures: dict[fx.Node, Departure] = {}
     closest: dict[fx.Node, int] = {}
+    # The last node returns the outputs and computes nothing.
     for node in traced.nodes[:-1]:
         if node in outputs:
             continue
@@ -188,13 +201,14 @@ def _departures(
             i: float((value - output).norm().nan_to_num(math.inf))
             for i, value in candidates.items()
         }
+        # Without a candidate, NaN stands for the value, which is infinitely far off.
         nearest = _index_of_least(distances)
         value = candidates.get(nearest, output.mul(math.nan))
         departure = _departure(traced, node, output, value)
         closest[node] = nearest
         departures[node] = departure
 
-        # Written in place, so that views of the output go on with the value, too.
+        # The value is written in place, so that views of the output have it, too.
         if departure.relative_l2 <= similar and node not in without and output.is_contiguous():
             output.copy_(value)
 
@@ -215,13 +229,15 @@ def _departure(traced: tracing.Traced, node: fx.Node, output: Tensor, value: Ten
         output: The network's output of the operation.
         value: The result's value, of the same shape.
     """
+    # Numbers that are not finite count as infinitely far off.
     expected = output.double().flatten()
     actual = value.double().flatten()
     difference = expected - actual
     index = int(difference.abs().nan_to_num(math.inf).argmax())
     relative_l2 = (difference.norm() / expected.norm().clamp_min(1e-300)).nan_to_num(math.inf)
 
-    # A function is named by itself, and its site is the module whose forward calls it.
+    # A module is named by its path and class. A function is named by itself, and its site is the
+    # module whose forward calls it: the innermost of the modules around it.
     target = str(node.target)
     site = target
     kind = type(traced.module(node)).__name__
