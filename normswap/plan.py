@@ -33,20 +33,23 @@ MOST_IN_CHAIN = 100
 
 
 class _Record:
-    """A record that pydantic reads from JSON, without unknown keys and without casting values."""
+    """The base of a plan's dataclasses, which pydantic reads from JSON.
+
+    Values are not cast to another type, and unknown keys are refused.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True)
 class Arch(_Record):
-    """How to build the bare skeleton of a network.
+    """How to build a network as it was before any conversion, without its weights.
 
     Args:
-        name: The name that its builder knows.
-        kwargs: The builder's arguments, as JSON has them.
-        builder: Who builds it, one of `models.kinds`: timm (`timm.create_model(name, **kwargs)`),
-            torchvision, ...
+        name: The name under which the builder knows the architecture.
+        kwargs: The builder's keyword arguments, of types that JSON can hold.
+        builder: The library that builds the network, such as timm, which is called as
+            `timm.create_model(name, **kwargs)`, or torchvision. `models.kinds` lists all of them.
     """
 
     name: str
@@ -94,11 +97,12 @@ class AbsorbMode(str, Enum):
 
 @dataclass(frozen=True)
 class Absorption(_Record):
-    """How a layer absorbs a neighbour.
+    """How a layer takes a neighbour's scale and shift into its own weights.
 
     Args:
-        way: The formula.
-        part: The neighbour's channels that are used: from, up to. None means all.
+        way: The formula for the new weights.
+        part: The first of the neighbour's channels that is used, and the one behind the last. None
+            means all channels.
     """
 
     way: AbsorbMode
@@ -106,7 +110,7 @@ class Absorption(_Record):
 
     @property
     def channels(self) -> slice:
-        """The neighbour's channels that are used, as an index."""
+        """The neighbour's channels that are used, as a slice."""
         if self.part is None:
             return slice(None)
         return slice(*self.part)
@@ -114,7 +118,7 @@ class Absorption(_Record):
 
 @dataclass(frozen=True)
 class Then(_Record):
-    """One more layer at the same path, after the replacement.
+    """A layer that an `Edit` puts behind its replacement, at the same path.
 
     Args:
         layer: The name of the class in `normswap.layers` that builds the layer.
@@ -127,19 +131,21 @@ class Then(_Record):
 
 @dataclass(frozen=True)
 class Edit(_Record):
-    """Place `layer` at `path`.
+    """One change of a network: the module at `path` is replaced by a new layer.
 
     Args:
-        path: The dotted path of a module.
+        path: The dotted path of the module.
         layer: The name of the class in `normswap.layers` whose `replacing(old, *reads, **args)`
             builds the replacement.
         args: The keyword arguments, as JSON has them, with every number that the surgery needs.
-        reads: The paths of the modules whose values the replacement is built from.
-        takes: How each of `reads` is absorbed, for a layer that absorbs its neighbours.
-        keep: Whether the module at the path stays and the replacement comes after it. The module is
-            then called `inner`.
-        then: Further layers after the replacement. Each is chained to all that comes before it,
-            which is then called `inner`.
+        reads: The paths of the modules from whose parameters and statistics the replacement is
+            built.
+        takes: How each module of `reads` enters the weights of the replacement. Empty for a layer
+            that uses them in a way of its own.
+        keep: Whether the module at the path stays and the replacement comes after it. The module
+            then becomes the attribute `inner` of the replacement.
+        then: Further layers after the replacement, in order. Each has all that comes before it as
+            its attribute `inner`.
         out_of_place: Whether every layer in the replacement that works in place is changed to
             return a new tensor instead.
     """
@@ -161,37 +167,40 @@ class Edit(_Record):
 
     @property
     def absorbed(self) -> tuple[tuple[str, Absorption], ...]:
-        """Every neighbour that is absorbed: its path, and how.
+        """Every neighbour that enters the layer's weights: its path, and by which formula.
 
         Empty if the edit has no `takes`: then the layer uses its neighbours in a way of its own.
         """
+        # Without `takes` there are no pairs, although `reads` may be longer.
         return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
 
     @property
     def arguments(self) -> Body:
-        """The keyword arguments of the layer's `replacing`."""
+        """The keyword arguments with which the layer's classmethod `replacing` builds it."""
         if not self.takes:
             return self.args
         return {**self.args, "takes": self.takes}
 
     @property
     def depth(self) -> int:
-        """The number of `inner` in the path of the first module of the chain at `path`.
+        """How many levels below `path` the first of the modules that run there lies.
 
-        The first module is the one that stays (`keep`), or else the replacement. Each layer that is
-        chained behind it puts it one `inner` deeper.
+        The first module is the old one if it stays (`keep`), or else the replacement. Each layer
+        behind it holds all that runs before as its attribute `inner`, so it adds one level: with
+        `keep` and one layer in `then`, the old module lies at `path.inner.inner`.
         """
         return self.keep + len(self.then)
 
 
 @dataclass(frozen=True)
 class Outcome(_Record):
-    """The outcome of a norm, in the words of the rule that did it.
+    """What a conversion does with one norm, in words for the user.
 
     Args:
-        counted: A few words under which norms are counted: `folded into the layer before`.
-        sentence: A sentence about this norm: `folds into layer1.0.conv1`.
-        reason: Why the norm stays, or what is special about it.
+        counted: The group in which a summary counts the norm, such as `folded into the layer
+            before`.
+        sentence: What happens to this norm, such as `folds into layer1.0.conv1`.
+        reason: Why the norm stays, or what is special about it. Empty if there is nothing to say.
     """
 
     counted: str
@@ -204,13 +213,13 @@ class Outcome(_Record):
 
 @dataclass(frozen=True)
 class Step(_Record):
-    """One conversion.
+    """One conversion of a network, as edits of its modules.
 
     Args:
-        scheme: The name of the scheme.
+        scheme: The name of the scheme that planned the conversion.
         options: The scheme's options.
-        edits: The edits, at most one per path.
-        outcomes: The outcome for each norm, by path, for the reader alone.
+        edits: The edits, at most one for each path.
+        outcomes: What happens to each norm, by the norm's path. It is only shown to people.
     """
 
     scheme: str
@@ -235,8 +244,8 @@ class Plan:
 
     Args:
         steps: The steps, in order.
-        made_for: The network that a plan in a file was made for, as its user named it. For
-            another network the user gets a remark, and comparisons of plans ignore it.
+        made_for: The network that a plan in a file was made for, as its user named it. A user who
+            applies the plan to another network gets a remark. Comparisons of plans ignore it.
     """
 
     steps: tuple[Step, ...] = ()
@@ -318,7 +327,8 @@ class Plan:
                 raise PlanError(
                     f"{origin} has plan version {version!r:.40}, this normswap reads {VERSION}"
                 )
-            # The records are read from the text, since strict records take no list for a tuple.
+            # The text is parsed again, because the strict records would refuse the lists in `body`
+            # where they have tuples. From a text, they accept them.
             stored = reading.validated(_plan_reader(), text)
         except reading.UnreadableError as error:
             raise PlanError(_located(origin, str(error))) from None
@@ -328,7 +338,9 @@ class Plan:
 
 
 def _located(origin: str, reason: str) -> str:
-    """Return the sentence of an error: a key of the plan is written behind the plan's name.
+    """Return the reason of an error with the plan's name in front.
+
+    A dot joins them if the reason begins with a key of the plan: `plan.steps[0].edits: is missing`.
 
     Args:
         origin: The plan's name.

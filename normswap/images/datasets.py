@@ -69,13 +69,14 @@ _TRANSFORM = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mo
 class Loader:
     """Batches of images (N, C, H, W) and labels (N,), in a fixed order.
 
-    A batch for a network of several inputs is a dict of these and the labels, by name.
+    For a network of several inputs, a batch is a dict: each input by its name, and the labels under
+    `labels`.
 
     Args:
-        batches: The loader, which is torch's.
-        origin: The place of the images, as the user named it.
+        batches: torch's own loader, which this class wraps.
+        origin: The path or name of the images, as the user gave it.
         count: The number of images in one pass. For a stream it is the largest number that is
-            taken. None if it is not known.
+            taken. None if the number is not known.
         notes: Sentences for the user on the part of the dataset that is read, and on its labels.
     """
 
@@ -91,10 +92,10 @@ class Loader:
         return len(self.batches)
 
     def only(self, rows: Sequence[int]) -> Loader:
-        """Return a loader of these images alone. No other image is read.
+        """Return a loader that reads only some of the images.
 
         Args:
-            rows: The numbers of the images.
+            rows: The indices of these images in the dataset.
         """
         all_batches = self.batches
         batches = _batches(
@@ -106,15 +107,16 @@ class Loader:
         return Loader(batches, self.origin, len(rows), self.notes)
 
     def __iter__(self) -> Iterator[Any]:
-        # How many images are still to be given. None if all are.
-        left = self.count
+        # How many images are still to be given. None if the number of images is not known: then
+        # all are given.
+        remaining = self.count
         batches = iter(self.batches)
         for batch in batches:
             # Where images are broken, `collate` returns sentences about them in place of a batch.
             if isinstance(batch, str):
-                # All broken images are named at once, so the other batches are read, too.
-                others = [other for other in batches if isinstance(other, str)]
-                broken = "\n".join([batch, *others]).splitlines()
+                # All broken images are named at once, so the rest of the batches is read, too.
+                later_sentences = [later for later in batches if isinstance(later, str)]
+                broken = "\n".join([batch, *later_sentences]).splitlines()
                 raise SourceError(
                     f"{self.origin}: {first_few(broken)}", remedy="Remove or replace them."
                 )
@@ -123,11 +125,12 @@ class Loader:
                 yield batch
                 continue
 
+            # A stream may hold more images than are taken, so its last batch is cut.
             images, labels = batch
-            yield images[:left], labels[:left]
-            if left is not None:
-                left -= len(labels)
-                if left <= 0:
+            yield images[:remaining], labels[:remaining]
+            if remaining is not None:
+                remaining -= len(labels)
+                if remaining <= 0:
                     return
 
 
@@ -145,14 +148,14 @@ def make_loader(
     """Return batches of images, resized, cropped and normalized for evaluating a network.
 
     Args:
-        model: The network, or its record (`image_record`).
+        model: The network, or the dict that `image_record` returns for it.
         data: A folder of class folders, a `.tar` of one, a `.csv` that begins with the line
             `file,label`, a dataset of timm's as `PREFIX/NAME[:ROOT]`, such as `torch/cifar10:/data`
             or `hfds/user/name`, or arrays (`array_files`).
         batch_size: The number of images in a batch.
         workers: The number of processes that read images. With 0 this process reads them.
-        split: Which part of a dataset that has parts. A folder of that name inside the folder is
-            used if present.
+        split: Which part of a dataset is read, such as train or validation. Inside a folder, the
+            folder with the name of the part is used if there is one.
         samples: How many images are taken, drawn without replacement by `seed`. A stream gives its
             first ones.
         seed: The seed of the draw.
@@ -169,11 +172,14 @@ def make_loader(
         )
     network_input.require_seed(seed)
 
+    # Make the transform from the network's preprocessing. A record that was read from JSON has
+    # lists in place of tuples.
     record = image_record(model) if isinstance(model, nn.Module) else model
     values: dict[str, Any] = {name: record[name] for name in _TRANSFORM if name in record}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     dataset: Any = open_images(record, data, split, create_transform(**values), labelled=labelled)
 
+    # Choose the images. A stream has no indices to draw from, so `Loader` takes its first ones.
     notes = getattr(dataset, "notes", ())
     count = samples
     if not isinstance(dataset, IterableDataset):
@@ -181,6 +187,7 @@ def make_loader(
         count = len(rows)
         if count < len(dataset):
             dataset = Subset(dataset, rows)
+    # timm's streams must know how many workers share them before the workers start.
     elif hasattr(dataset, "set_loader_cfg"):
         dataset.set_loader_cfg(num_workers=workers)
     batches = _batches(dataset, batch_size, workers, torch.Generator().manual_seed(seed))
@@ -190,6 +197,7 @@ def make_loader(
 def _batches(
     dataset: Any, size: int | None, workers: int, generator: torch.Generator | None
 ) -> DataLoader[Any]:
+    """Return torch's loader of a dataset, in its order, with `collate` for unreadable images."""
     check_temporary_folder(workers)
     return DataLoader(dataset, size, num_workers=workers, collate_fn=collate, generator=generator)
 
@@ -214,7 +222,7 @@ def check_temporary_folder(workers: int) -> None:
 
 
 def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
-    """Return which images are used, ascending.
+    """Return the indices of the images that are used, in ascending order.
 
     Args:
         count: How many images there are.
@@ -231,43 +239,48 @@ def drawn_rows(count: int, samples: int | None, seed: int) -> Sequence[int]:
 def split_for_calibration(
     loader: Loader, first: int | None, *, most: int | None = None
 ) -> tuple[Loader, Loader]:
-    """Return images to fit to, and others to measure on.
+    """Divide images at random: return a loader to calibrate on, and one of others to measure on.
 
     Args:
         loader: All images.
-        first: The number of images to fit to, which are drawn. By default it is half of all images,
-            at most 512.
+        first: The number of images to calibrate on. By default it is half of all images, at most
+            512.
         most: The largest number of images to measure on. By default all other images are used.
 
     Raises:
         OptionError: One of the two parts has no images.
     """
+    # If the number of images is not known, it counts as 0, which is refused below.
     total = loader.count or 0
     count = first
     if count is None:
         count = min(total // 2, _MOST_TO_CALIBRATE)
 
-    if not 0 < count < total:
+    has_both_parts = 0 < count < total
+    if not has_both_parts:
         number = "an unknown number of" if loader.count is None else total
         what = f"{loader.origin} has {number} images"
         why = f"{count or 'some'} to calibrate on leave none to measure on"
         raise OptionError(what, why, f"Give more of them, or lower {spelled('samples')}")
     drawn = torch.randperm(total, generator=torch.Generator().manual_seed(0)).tolist()
-    return loader.only(sorted(drawn[:count])), loader.only(sorted(drawn[count:][:most]))
+    to_calibrate = drawn[:count]
+    to_measure = drawn[count:][:most]
+    return loader.only(sorted(to_calibrate)), loader.only(sorted(to_measure))
 
 
 def calibration_images(loader: Loader, first: int | None) -> Loader:
-    """Return images to fit to. None is held back: the cost is measured on another dataset.
+    """Return images to calibrate on, out of a dataset that is used for nothing else.
+
+    No images are held back, because accuracy is measured on another dataset.
 
     Args:
-        loader: All images.
-        first: The number of images to fit to, which are drawn. By default all are taken, at most
-            512.
+        loader: All images of the dataset.
+        first: The number of images to draw. By default all are taken, at most 512.
 
     Raises:
-        OptionError: Nobody knows how many images there are.
+        OptionError: The number of images in the dataset is not known.
     """
-    # Without a count, this raises the error that says so.
+    # Images cannot be drawn from an unknown number. `split_for_calibration` raises the error.
     if loader.count is None:
         return split_for_calibration(loader, first)[0]
     count = min(first or _MOST_TO_CALIBRATE, loader.count)
@@ -278,10 +291,10 @@ def calibration_images(loader: Loader, first: int | None) -> Loader:
 def open_images(
     record: Mapping[str, Any], data: str, split: str, transform: object, *, labelled: bool | None
 ) -> LabelledImages | IterableDataset[object]:
-    """Return a dataset of transformed images and labels. A stream has no length.
+    """Return a dataset of transformed images and labels. An `IterableDataset` has no length.
 
     Args:
-        record: The network's record (`image_record`).
+        record: The dict that `image_record` returns for the network.
         data: The images, as in `make_loader`.
         split: Which part of a dataset that has parts.
         transform: A function from a PIL image to a tensor.
@@ -290,10 +303,12 @@ def open_images(
     Raises:
         SourceError: There are no images, or they have other classes than the network's.
     """
+    # Arrays are given to the network as they are. A single input has an empty name.
     if files := array_files.find(Path(data)):
         inputs = record.get("inputs") or {"": (record["input_size"], "float32")}
         return array_files.Arrays(files, inputs)  # type: ignore[return-value]
 
+    # Anything else are images, which the network must be able to take.
     channels = record["input_size"][0]
     modes = {1: "L", 3: "RGB"}
     if len(record["input_size"]) != 3:
@@ -304,15 +319,16 @@ def open_images(
     if channels not in modes:
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
 
-    # Find the images on this disk. None stands for a dataset that timm knows by name.
+    # Find the images on this disk: a folder or a file. None stands for a dataset that timm knows by
+    # name. The word `demo` names the images of this package.
     mode = modes[channels]
     path = Path(data)
     if data == shipped.NAME and not path.exists():
         path = shipped.IMAGES
-    place = part_of(path, split) if path.exists() else None
-    if place is not None:
-        _check_place(place)
-    dataset = _open(place, data, split, mode)
+    location = part_of(path, split) if path.exists() else None
+    if location is not None:
+        _check_location(location)
+    dataset = _open(location, data, split, mode)
     # A stream is timm's own dataset, which transforms its images itself.
     if isinstance(dataset, IterableDataset):
         dataset.transform = transform  # type: ignore[attr-defined]
@@ -320,40 +336,59 @@ def open_images(
 
     # A note names what is read, unless that is just the path that the user named, or `demo`.
     notes: list[str] = []
-    if place not in (Path(data), shipped.IMAGES):
-        part = place or f"the part {split} of {data}"
+    if location not in (Path(data), shipped.IMAGES):
+        part = location or f"the part {split} of {data}"
         notes.append(f"images of {part}")
 
-    # Find the network's output for each label.
-    names = _label_by_name(dataset)
-    outputs: dict[int, int] = {}
-    if names and labelled is not False:
-        class_names = record.get("label_names") or []
-        if isinstance(class_names, Mapping):
-            class_names = class_names.values()
-        classes = Outputs(record.get("num_classes"), tuple(map(str, class_names)))
-        outputs, note = label_map(names, classes, data, needed=labelled is True)
-        notes += filter(None, [note])
+    outputs, note = _outputs_of_labels(record, dataset, data, labelled)
+    notes += filter(None, [note])
     # Without a map from labels to outputs, the labels stay as they are.
     return LabelledImages(dataset, mode, transform, outputs or None, tuple(notes))
 
 
-def _check_place(place: Path) -> None:
-    """Raise SourceError for a pipe or a device, and for a folder whose links lead round in it.
+def _outputs_of_labels(
+    record: Mapping[str, Any], dataset: object, data: str, labelled: bool | None
+) -> tuple[dict[int, int], str]:
+    """Return the network's output for each label of a dataset, and a note for the user.
 
-    A folder is listed with everything behind its links. A link to a folder above it would have no
+    Both are empty if labels are not read, or have no names. The note is also empty if there is
+    nothing to say.
+
+    Args:
+        record: The dict that `image_record` returns for the network.
+        dataset: The dataset, as timm opened it.
+        data: The name of the images in errors.
+        labelled: Whether labels are needed, as in `make_loader`.
+    """
+    names = _label_by_name(dataset)
+    if not names or labelled is False:
+        return {}, ""
+
+    # The names of the network's classes are a list, or a dict by the number of the output.
+    class_names = record.get("label_names") or []
+    if isinstance(class_names, Mapping):
+        class_names = class_names.values()
+    classes = Outputs(record.get("num_classes"), tuple(map(str, class_names)))
+    return label_map(names, classes, data, needed=labelled is True)
+
+
+def _check_location(location: Path) -> None:
+    """Raise SourceError for a pipe or a device, and for a folder that links make endless.
+
+    timm lists a folder with everything behind its links. A link to a folder above it would have no
     end. Thirty folders, each with two links to the next folder, would show a billion folders.
 
     Args:
-        place: The path of the images: a folder or a tar.
+        location: The path of the images: a folder or a tar.
     """
-    if place.is_file():
+    if location.is_file():
         return
-    if not place.is_dir():
-        raise SourceError(f"{place} is neither a folder nor a file")
+    if not location.is_dir():
+        raise SourceError(f"{location} is neither a folder nor a file")
 
+    # How many paths lead to each folder, and the folders to look into, each with those above it.
     visits: Counter[tuple[int, int]] = Counter()
-    pending = [(place, frozenset({_identity(place)}))]
+    pending = [(location, frozenset({_identity(location)}))]
     while pending:
         folder, above = pending.pop()
         for inner in _folders_in(folder):
@@ -369,7 +404,7 @@ def _check_place(place: Path) -> None:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Return the folders in a folder, also behind links. Empty if the folder may not be read."""
+    """Return the folders in a folder, with those that are links. Empty if it may not be read."""
     try:
         with os.scandir(folder) as entries:
             return [Path(entry.path) for entry in entries if entry.is_dir()]
@@ -378,15 +413,18 @@ def _folders_in(folder: Path) -> list[Path]:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Return a key that is the same for one folder, whatever path leads to it."""
+    """Return a key of a folder that is the same for all paths and links that lead to it."""
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
 def image_record(model: nn.Module) -> Cfg:
-    """Return a network's preprocessing (`data_config`) and its classes.
+    """Return a dict of what must be known about a network to feed it images.
 
-    If no number of classes is stated, the network is run to count them.
+    It has the preprocessing (the keys of `data_config`), the number of classes (`num_classes`, None
+    if it is not known), their names (`label_names`) and the shape and type of each input of a
+    network that has several (`inputs`). The last two are None if they are not stated. If the
+    number of classes is not stated, the network is run to count them.
     """
     record = preprocessing.stated(model)
     count = getattr(model, "num_classes", record.get("num_classes"))
@@ -406,24 +444,28 @@ def _counted(model: nn.Module) -> int | None:
     return None
 
 
-def _open(place: Path | None, data: str, split: str, mode: str) -> object:
-    """Return timm's dataset of a place on this disk, or of a name.
+def _open(location: Path | None, data: str, split: str, mode: str) -> object:
+    """Return timm's dataset of a path on this disk, or of a name that timm knows.
 
     Args:
-        place: The folder or file. None stands for a dataset that timm knows by name.
-        data: The place of the images, as the user named it.
+        location: The folder or file. None stands for a dataset that timm knows by name.
+        data: The path or name that the user gave, such as `torch/cifar10:/data`.
         split: Which part of a dataset that has parts.
         mode: Pillow's mode of the images, L or RGB.
 
     Raises:
         SourceError: The dataset cannot be opened. The message says why.
     """
-    if place is not None and place.suffix.lower() == ".csv":
-        return ImageDataset(str(place), reader=CsvReader(place), input_img_mode=mode)
-    if place is not None:
+    if location is not None and location.suffix.lower() == ".csv":
+        return ImageDataset(str(location), reader=CsvReader(location), input_img_mode=mode)
+
+    library, _, _ = data.partition("/")
+    if location is not None:
         name = ""
-        root = str(place)
-    elif data.partition("/")[0].lower() in places.PREFIXES:
+        root = str(location)
+    # A dataset of a library that timm reads is written LIBRARY/NAME:FOLDER, such as
+    # `torch/cifar10:/data`. The folder may be left out.
+    elif library.lower() in places.PREFIXES:
         name, _, root = data.partition(":")
     else:
         raise places.missing(data)
@@ -436,8 +478,8 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
                 root=root or None,
                 split=split,
                 input_img_mode=mode,
-                # For a place on this disk, the caller has found the split's folder already.
-                search_split=place is None,
+                # On this disk, the caller has found the split's folder already.
+                search_split=location is None,
             )
     except ImportError as error:
         raise SourceError(
@@ -454,22 +496,24 @@ def _open(place: Path | None, data: str, split: str, mode: str) -> object:
 
 def _label_by_name(dataset: object) -> Mapping[str, int]:
     """Return the label of each class by the class's name. Empty if the classes have no names."""
+    # timm's readers, and torchvision's datasets, keep the names in one of two attributes.
     for holder in (getattr(dataset, "reader", None), dataset):
         for attribute in ("class_to_idx", "class_name_to_idx"):
             names = getattr(holder, attribute, None)
+            # Two names of one label would not say which name the label has.
             if isinstance(names, Mapping) and names and len(set(names.values())) == len(names):
                 return {str(name): int(number) for name, number in names.items()}
     return {}
 
 
 class LabelledImages(Dataset[object]):
-    """Images and the network's labels.
+    """Transformed images, each with the index of the network's output for its class.
 
-    In place of an unreadable image there is a sentence that names it, because an error in a worker
-    process would print a traceback.
+    For an unreadable image, indexing returns a sentence that names the image. It raises no error,
+    because an error in a worker process would print a traceback.
 
     Args:
-        images: The dataset, which is timm's.
+        images: The dataset, as timm opened it.
         mode: Pillow's mode of the images, L or RGB.
         transform: A function from a PIL image to a tensor.
         outputs: The network's output for each label. With None labels stay as they are.
@@ -498,19 +542,25 @@ class LabelledImages(Dataset[object]):
             image, label = self._image(index)
         # Pillow's readers of hundred formats raise any kind of error for a damaged file.
         except Exception as error:
+            # Datasets that are not timm's own have no names of files.
             name_of = getattr(self.images, "filename", lambda index: f"image {index}")
             return f"{name_of(index)} cannot be read: {first_line(error)}"
 
+        # An image without a label has -1.
         label = -1 if label is None else int(label)
         if self.outputs is not None:
             label = self.outputs[label]
         return self.transform(image), label
 
     def _image(self, index: int) -> tuple[Image.Image, int]:
-        """Return an image in its mode, and its label."""
+        """Return an image in the mode L or RGB, and its label in the dataset."""
+        # torchvision's datasets give an opened image.
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
             return _converted(image, self.mode), label
+
+        # timm's dataset would put another image in place of an unreadable one. So its reader is
+        # asked for the file, and the file is opened here.
         reader = self.images.reader
         if isinstance(reader, ReaderImageInTar):
             file, label = _tar_member(reader, index)
@@ -544,7 +594,7 @@ def _check_regular(reader: Any, index: int) -> None:
 
 
 def _converted(image: Image.Image, mode: str) -> Image.Image:
-    """Return the image in `mode`, of 8 bits.
+    """Return the image in `mode` (L or RGB), with 8 bits per channel.
 
     Raises:
         ValueError: The pixels have more bits, which Pillow would cut off at 255, or the image is so
@@ -567,8 +617,9 @@ def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
         reader: timm's reader of the tar.
         index: The number of the image.
     """
-    member, _, inside = reader.samples[index]
-    start = member.offset_data + getattr(inside, "offset_data", 0)
+    # The image may lie in a tar inside the tar. Then its offset is counted from the inner tar.
+    member, _, inner_tar = reader.samples[index]
+    start = member.offset_data + getattr(inner_tar, "offset_data", 0)
     if start + member.size > Path(reader.root).stat().st_size:
         raise ValueError("the tar ends before it")
 
@@ -578,7 +629,13 @@ def _tar_member(reader: ReaderImageInTar, index: int) -> tuple[io.BytesIO, int]:
 
 
 def collate(batch: list[object]) -> object:
-    """Return a batch, or the sentences about its unreadable images, which `Loader` raises."""
+    """Return a batch of samples, or one text with a line for each unreadable image.
+
+    A worker process returns the text, and `Loader` raises an error with it.
+
+    Args:
+        batch: The samples. In place of an unreadable image there is a sentence about it.
+    """
     broken = [item for item in batch if isinstance(item, str)]
     return "\n".join(broken) or default_collate(batch)
 
@@ -598,10 +655,11 @@ def part_named(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _is_split(path: Path) -> bool:
-    """Return whether a path named as a split (`train`, `val` ...) is one.
+    """Return whether a path that has the name of a split (`train`, `val` ...) is a split.
 
-    A folder of that name may hold the images of a class instead. It is a split if only splits
-    stand beside it, or if it has folders of its own, one for each class.
+    A folder of that name may hold the images of a class instead: `train` may be a class beside
+    `car` and `bus`. It is a split if all folders beside it have names of splits, or if it has
+    folders of its own, one for each class.
 
     Args:
         path: The file or folder.
@@ -609,8 +667,9 @@ def _is_split(path: Path) -> bool:
     if path.is_file():
         return True
 
-    beside = {other.name for other in path.parent.iterdir() if other.is_dir()}
-    return beside <= {*TRAIN, *VALIDATION} or any(other.is_dir() for other in path.iterdir())
+    names_beside = {folder.name for folder in path.parent.iterdir() if folder.is_dir()}
+    has_only_splits_beside = names_beside <= {*TRAIN, *VALIDATION}
+    return has_only_splits_beside or any(inner.is_dir() for inner in path.iterdir())
 
 
 def part_of(folder: Path, split: str) -> Path:
@@ -639,8 +698,11 @@ class CsvReader(ReaderImageFolder):
     """
 
     def __init__(self, file: Path) -> None:
+        # The constructor of `ReaderImageFolder` is left out, because it would list a folder.
         Reader.__init__(self)
         self.root = str(file.parent)
+        # A list that cannot be read counts as empty, and an empty one is refused below. A row
+        # without a label raises AttributeError, as its label is None.
         try:
             with file.open(newline="", encoding="utf-8-sig") as lines:
                 rows = [
@@ -666,6 +728,7 @@ class CsvReader(ReaderImageFolder):
         except ValueError as error:
             what = f"{file} has a label that cannot be put in order"
             raise SourceError(what, first_line(error)) from None
+        # `ReaderImageFolder` reads the images that `samples` lists.
         self.class_to_idx = {label: number for number, label in enumerate(ordered)}
         self.samples = [(path, self.class_to_idx[label]) for path, label in pairs]
 
@@ -686,19 +749,20 @@ class Outputs:
 def label_map(
     labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool = True
 ) -> tuple[dict[int, int], str]:
-    """Return the network's output for the number of each label, and a note for the user.
+    """Return the network's output for each label, and a note for the user.
 
-    If labels are not needed and have no meaning, every output is -1.
+    The outputs are by the label's number in the dataset. If labels are not needed and have no
+    meaning, every output is -1. The note is empty if there is nothing to say.
 
     Args:
-        labels: The number of each label, by its name.
+        labels: The number of each label in the dataset, by the label's name.
         outputs: The network's outputs.
         origin: The name of the images in errors.
         needed: Whether labels are needed.
 
     Raises:
-        SourceError: Some names are the network's and others are not, or nothing says which output a
-            label is.
+        SourceError: Some labels are classes of the network and others are not, or nothing says
+            which output a label is.
     """
     # Images that lie in no class folders have one label, whose name is empty. It can only be the
     # one output of a network that has one.
@@ -716,18 +780,9 @@ def label_map(
             # No label has such a meaning. The next one is tried.
             continue
 
+        # Either all labels have the meaning, or the images are not of the network's classes.
         if unknown:
-            names = first_few(label or "(images outside of the class folders)" for label in unknown)
-            what = (
-                f"{origin}: {len(unknown)} of {len(labels)} labels are no classes of the network"
-                f" ({names})"
-            )
-            raise SourceError(
-                what,
-                f"its classes are {first_few(outputs.names)}" if outputs.names else "",
-                _REMEDY,
-            )
-
+            raise _unknown_classes(unknown, labels, outputs, origin)
         output_of_number = {
             labels[label]: output for label, output in output_of_label.items() if output is not None
         }
@@ -735,6 +790,7 @@ def label_map(
         if outputs.count is not None and largest >= outputs.count:
             what = f"{origin} has a label {largest}"
             raise SourceError(what, f"the network's outputs are 0 to {outputs.count - 1}", _REMEDY)
+        # The user should know if the images show only some of the network's classes.
         if outputs.count is None or len(labels) >= outputs.count:
             return output_of_number, ""
         return (
@@ -742,6 +798,7 @@ def label_map(
             f"labels by {meaning}: {len(labels)} of the network's {outputs.count} classes",
         )
 
+    # No label has a meaning. If the outputs have names, or another number, they are not the labels.
     if outputs.names or outputs.count not in (None, len(labels)):
         classes = "class" if len(labels) == 1 else "classes"
         what = f"{origin} has {len(labels)} {classes} ({first_few(sorted(labels))})"
@@ -753,15 +810,35 @@ def label_map(
     return {number: number for number in labels.values()}, ""
 
 
+def _unknown_classes(
+    unknown: Sequence[str], labels: Mapping[str, int], outputs: Outputs, origin: str
+) -> SourceError:
+    """Return the error about labels that are no classes of the network.
+
+    Args:
+        unknown: The names of these labels.
+        labels: The number of each label in the dataset, by the label's name.
+        outputs: The network's outputs.
+        origin: The name of the images.
+    """
+    # Images that lie in no class folder have an empty label.
+    names = first_few(label or "(images outside of the class folders)" for label in unknown)
+    what = (
+        f"{origin}: {len(unknown)} of {len(labels)} labels are no classes of the network ({names})"
+    )
+    why = f"its classes are {first_few(outputs.names)}" if outputs.names else ""
+    return SourceError(what, why, _REMEDY)
+
+
 def _without_meaning(
     labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool
 ) -> tuple[dict[int, int], str]:
-    """Give every label the output -1, and say why accuracy is not known.
+    """Return the output -1 for every label, and a note that says why accuracy is not known.
 
     Args:
-        labels: The number of each label, by its name.
-        outputs: What the outputs of the network mean.
-        origin: The images' path, for messages.
+        labels: The number of each label in the dataset, by the label's name.
+        outputs: The network's outputs.
+        origin: The name of the images in messages.
         needed: Whether the images must have labels.
 
     Raises:
@@ -779,11 +856,12 @@ def _without_meaning(
 
 
 def _possible_meanings(labels: Mapping[str, int], outputs: Outputs) -> dict[str, Mapping[str, int]]:
-    """Return the outputs that labels may mean: by name, by WordNet id, by number.
+    """Return what labels may mean: for each reading, the output of each label that has one.
 
-    Names are compared letter for letter, then without case, `_` and `-`. A name that two outputs
-    have is left out. WordNet ids are known for networks that have as many classes as one of
-    ImageNet's sets, which timm lists.
+    The readings are `name`, `WordNet id` and `number`, in the order in which they are tried. Names
+    are compared letter for letter, then without case, `_` and `-`. A name that two outputs have is
+    left out. WordNet ids are known for networks that have as many classes as one of ImageNet's
+    sets, which timm lists.
     """
     plain_names = [_plain(name) for name in outputs.names]
     by_name = {**_once(plain_names), **_once(outputs.names)}
@@ -794,6 +872,7 @@ def _possible_meanings(labels: Mapping[str, int], outputs: Outputs) -> dict[str,
         if output is not None:
             named[label] = output
 
+    # timm tells the set of ImageNet (1k, 21k ...) by its number of classes, or returns None.
     subset = infer_imagenet_subset({"num_classes": outputs.count})
     wordnet_ids = ImageNetInfo(subset).label_names() if subset else []
     return {
@@ -806,7 +885,7 @@ def _possible_meanings(labels: Mapping[str, int], outputs: Outputs) -> dict[str,
 
 
 def _once(names: Sequence[str]) -> dict[str, int]:
-    """Return the index of each name that stands once in the list."""
+    """Return the index of each name that occurs exactly once in the list."""
     counts = Counter(names)
     return {name: index for index, name in enumerate(names) if counts[name] == 1}
 

@@ -12,14 +12,16 @@ _WORDS = ("noise", "synthetic")
 
 
 def check(data: str) -> None:
-    """Check that images may be at a place.
+    """Check that what the user named as images exists, or is the name of a dataset.
 
     Args:
-        data: The place, as the user named it.
+        data: A path, a name such as `torch/cifar10`, or one of the words `demo`, `noise` and
+            `synthetic`.
 
     Raises:
-        SourceError: The place is no file, no directory, and no name of a dataset.
+        SourceError: `data` is none of these.
     """
+    # The word before the slash says that timm opens the dataset, as in `torch/cifar10`.
     if data in (shipped.NAME, *_WORDS) or data.partition("/")[0].lower() in PREFIXES:
         return
     if not os.path.exists(data):

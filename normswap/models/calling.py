@@ -48,11 +48,11 @@ class Example:
         return self.map(torch.clone).call(model)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """Return a call like this, every tensor changed."""
+        """Return a copy of the call in which `change` replaces every tensor."""
         return Example(changed(self.args, change), changed(self.kwargs, change))
 
     def map_floats(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """Return a call like this, every floating-point tensor changed."""
+        """Return a copy of the call in which `change` replaces every floating-point tensor."""
         return self.map(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)
 
     def tensors(self) -> list[Tensor]:
@@ -68,6 +68,7 @@ class Example:
     @property
     def size(self) -> tuple[int, ...]:
         """The size (C, H, W) of one of its images."""
+        # The images of a list have no batch dimension.
         if self.listed:
             return tuple(self.images.shape)
         return tuple(self.images.shape[1:])
@@ -84,35 +85,47 @@ class Example:
         return [*self.args, *self.kwargs.values()]
 
     def _cut(self, cut: Callable[[Any], object]) -> Example | None:
-        """Return the call with every tensor and list cut.
+        """Return the call with some samples only: every tensor and list goes through `cut`.
 
-        The result is None unless all of them have the same number of samples.
+        The result is None if the tensors and lists have different numbers of samples, or none.
+
+        Args:
+            cut: A function from a tensor or list to a part of its samples.
         """
-        # The number of samples in each tensor and list. A tensor without dimensions counts as 0.
+        # The numbers of samples in tensors and lists. A tensor without dimensions counts as 0.
         sizes: set[int] = set()
 
         def measure(value: Any) -> None:
             sizes.add(0 if isinstance(value, Tensor) and not value.ndim else len(value))
 
+        # `changed` visits every tensor and list. What it returns is not needed here.
         changed((self.args, self.kwargs), measure, list)
-        if len(sizes) != 1 or not min(sizes):
+        have_same_number = len(sizes) == 1
+        if not have_same_number or not min(sizes):
             return None
         return Example(changed(self.args, cut, list), changed(self.kwargs, cut, list))
 
     def first(self, count: int) -> Example:
-        """Return the first samples of the batch, or the whole call if it cannot be parted."""
+        """Return the call with its first samples alone.
+
+        A call whose tensors and lists have different numbers of samples is returned whole.
+
+        Args:
+            count: The number of samples.
+        """
         if self.count <= count:
             return self
         return self._cut(lambda value: value[:count]) or self
 
     def take(self, rows: Tensor) -> Example | None:
-        """Return the samples that are marked.
+        """Return the call with the marked samples alone.
 
         Args:
-            rows: Which samples, (N,), bool.
+            rows: Whether each sample is taken: (N,), bool.
 
         Returns:
-            The call, or None if no sample is marked or the call cannot be parted.
+            The call. None if no sample is marked, or if the tensors and lists of the call have
+            different numbers of samples.
         """
         if bool(rows.all()):
             return self
@@ -136,21 +149,26 @@ class Example:
         return self.map(lambda tensor: tensor.to(device))
 
     def parted(self, size: int) -> list[Example]:
-        """Return the samples in order, `size` at a time, or the call if it cannot be parted."""
+        """Return several calls with `size` samples each, in order. The last may have fewer.
+
+        If the tensors and lists of the call have different numbers of samples, the list holds the
+        whole call.
+        """
+        # The number of the part to which each sample belongs.
         part_of = torch.arange(self.count) // size
         parts = [self.take(part_of == i) for i in part_of.unique()]
         return [part for part in parts if part is not None] or [self]
 
     @property
     def listed(self) -> bool:
-        """Whether it takes a list of images, each of its own size."""
+        """Whether an argument of the call is a list: of images, each of which has its own size."""
         return any(isinstance(value, list) for value in self._values())
 
     @property
     def only_images(self) -> bool:
-        """Whether the call has one tensor, or one list of tensors, and constants besides.
+        """Whether the call has one tensor, or one list of tensors, and no others.
 
-        Then another call of the same form differs by its images alone.
+        Then the images are all that may differ from call to call.
         """
         lists = [value for value in self._values() if isinstance(value, list)]
         if lists:
@@ -159,10 +177,14 @@ class Example:
 
     @property
     def mirrors(self) -> bool:
-        """Whether one argument alone holds images, so that they may be mirrored."""
+        """Whether the images may be mirrored, because no tensor in the call is anything else.
+
+        One argument alone must hold tensors, and each of these must be an image or a batch of them.
+        """
         with_tensors = [
             value for value in self._values() if next(named_tensors(value), None) is not None
         ]
+        # The images of a list have no batch dimension.
         dimensions = 3 if self.listed else 4
         are_images = all(
             tensor.ndim == dimensions and tensor.is_floating_point() for tensor in self.tensors()
@@ -171,7 +193,7 @@ class Example:
 
     @property
     def plain(self) -> str:
-        """Everything in the call except its tensors, as text."""
+        """The arguments of the call as text, with None in place of every tensor."""
         values = (changed(value, lambda _: None) for value in (self.args, self.kwargs))
         return repr(tuple(values))
 
@@ -181,10 +203,13 @@ class Example:
         return self.map(lambda t: t.new_empty(0))
 
     def of(self, images: Tensor) -> Example:
-        """Return a call of this form with images (N, C, H, W).
+        """Return the same call with other images in place of its own.
+
+        Args:
+            images: The images (N, C, H, W).
 
         Raises:
-            TraceError: The network takes more than images.
+            TraceError: The call has other tensors beside images.
         """
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
@@ -195,21 +220,26 @@ class Example:
         return self.map(lambda _: images)
 
     def _of_dict(self, batch: Mapping[str, object]) -> Example:
-        """Return a dict as the one argument of a network that takes a dict, or else as keywords."""
+        """Return the call that a dict stands for: its entries are the keyword arguments.
+
+        If the first argument of this call is a dict, the whole dict is the one argument.
+        """
         if self.args and isinstance(self.args[0], Mapping):
             return Example((batch,))
         keywords = dict(batch)
+        # The network gets the labels of the batch only if it takes an argument of that name.
         if "labels" not in self.kwargs:
             keywords.pop("labels", None)
         return Example((), keywords)
 
     def read(self, batch: object) -> tuple[Example, object]:
-        """Return a batch as a call of this form, and the labels beside it, or None.
+        """Return a batch of a loader as a call like this one, and its labels (None if it has none).
 
-        A batch is a call as `inputs=` takes it. It may also be a tuple or list that begins with
-        such a call, or with all arguments, and goes on with labels. "labels" in a dict of keywords
-        are labels, too, unless this call takes them as an argument. A list of images may be one
-        argument.
+        Args:
+            batch: The batch. It is one of: a call, a tensor of images, a dict of keyword arguments
+                (its entry `labels` holds the labels), or a list of images if this call takes one.
+                Or it is a tuple or list that begins with one of these, or with all positional
+                arguments, and goes on with the labels.
         """
         if isinstance(batch, Example):
             return batch, None
@@ -224,7 +254,7 @@ class Example:
         if self.listed and _is_listed(batch):
             return self._around(list(batch)), None
 
-        # Otherwise the arguments come first, and the labels follow.
+        # Otherwise the arguments come first, as many as this call has, and the labels follow.
         count = max(1, len(self.args))
         labels = next(iter(batch[count:]), None)
         if count > 1:
@@ -233,11 +263,12 @@ class Example:
             return self._around(list(batch[0])), labels
         if isinstance(batch[0], list | tuple):
             return Example((batch[0],)), labels
+        # The first entry is a call of its own: a tensor, a dict or an `Example`.
         call, _ = self.read(batch[0])
         return call, labels
 
     def _around(self, images: list[object]) -> Example:
-        """Return a call of this form with other images in its list."""
+        """Return the same call with these images in place of its list."""
 
         def put(value: object) -> object:
             return images if isinstance(value, list) else value
@@ -261,7 +292,7 @@ def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
     """Return the values of a call by the names of forward's arguments.
 
-    In place of a dict among the arguments, its entries are returned under their own keys.
+    If an argument is a dict, its entries are returned instead, by their keys.
     """
     names = [parameter.name for parameter in _positional(model)]
     values: dict[str, object] = {}
@@ -269,6 +300,7 @@ def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
         if isinstance(value, Mapping):
             values |= value
         else:
+            # Arguments that forward takes as `*args` have no names, so their number stands in.
             name = names[i] if i < len(names) else str(i)
             values[name] = value
     return values | example.kwargs
@@ -291,12 +323,12 @@ def defaults(model: nn.Module, example: Example) -> list[str]:
 
 
 def form(model: nn.Module) -> Example:
-    """Return how images are given to a network, from the signature of its forward.
+    """Return a call with empty tensors that shows how images are given to a network.
 
-    The images are its first argument, or the argument that it names as its main input. They are a
-    tensor, or a list if the annotation says so. Other arguments without a default are given, too.
+    It follows from the signature of `forward`. The images are the first argument, or the one that
+    the network names in `main_input_name`. They are a tensor, or a list if the annotation says so.
+    Other arguments without a default get an empty tensor, too.
     """
-    # Empty tensors stand in for the values.
     empty = torch.empty(0)
     positional = _positional(model)
     keyword_only = [each for each in _parameters(model) if each.kind is each.KEYWORD_ONLY]
@@ -314,9 +346,10 @@ def form(model: nn.Module) -> Example:
         by_name: dict[str, object] = {each.name: empty for each in required}
         return Example((), {**by_name, main.name: images})
 
+    # Otherwise only those arguments are given by name that cannot be given by position.
     keywords: dict[str, object] = {each.name: empty for each in required if each in keyword_only}
-    further = len(required) - len(keywords)
-    return Example((images, *[empty] * further), keywords)
+    positional_besides = len(required) - len(keywords)
+    return Example((images, *[empty] * positional_besides), keywords)
 
 
 def _positional(model: nn.Module) -> list[inspect.Parameter]:
@@ -340,7 +373,7 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
         model: The network.
         parameter: The parameter of its forward.
     """
-    # Annotations are the user's, and may name what is not imported.
+    # Reading the annotations runs the user's code, and they may name what is not imported.
     with suppress(Exception):
         return get_origin(get_type_hints(model.forward).get(parameter.name)) in (list, Sequence)
     return False
@@ -351,15 +384,17 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
 
     Args:
         inputs: A call, or a list of calls.
-        form: How the network takes images. With it, a tensor among the inputs is images.
+        form: A call that shows how the network takes images (`form`). A tensor among the inputs
+            then takes the place of its images. Without it, a tensor is the one argument.
 
     Raises:
         OptionError: A tensor is missing, or has no values.
         TraceError: The network takes more than images.
     """
-    several = inputs if isinstance(inputs, list) else [inputs]
+    # Turn each of the inputs into a call.
+    given_calls = inputs if isinstance(inputs, list) else [inputs]
     calls: list[Example] = []
-    for call in several:
+    for call in given_calls:
         if form and isinstance(call, Tensor):
             call = form.of(call)
         elif isinstance(call, Mapping):
@@ -380,9 +415,11 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
 
 
 def anchor(model: nn.Module) -> Tensor:
-    """Return a tensor with the network's device and dtype: that of most numbers in its parameters.
+    """Return a tensor of the network that shows its device and dtype.
 
-    Buffers decide only where there is no parameter, so one float64 constant changes nothing.
+    Its dtype is that of the most numbers in the network's parameters, so one float64 constant does
+    not decide. Buffers count only if no parameter has floating-point numbers. A network without any
+    gets an empty tensor.
     """
     for kind in ("_parameters", "_buffers"):
         firsts: dict[torch.dtype, Tensor] = {}
@@ -400,7 +437,9 @@ def anchor(model: nn.Module) -> Tensor:
 
 
 def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in tuples, lists, dicts and records, with its name.
+    """Yield every tensor in tuples, lists, dicts and objects with attributes, with its name.
+
+    The name joins keys, numbers and attributes that lead to the tensor, as in `features.0`.
 
     Args:
         value: The tensor, or the structure that holds tensors.
@@ -415,9 +454,10 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
 
 
 def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, float]]:
-    """Yield every plain number in tuples, lists and dicts, with its name.
+    """Yield every plain number in tuples, lists and dicts, with its name (as `named_tensors`).
 
-    Records are not looked into, because they may hold numbers that are no answers, such as a time.
+    The attributes of other objects are not looked at, because they may hold numbers that the
+    network has not computed, such as a time.
 
     Args:
         value: The number, or the structure that holds numbers.
@@ -432,7 +472,10 @@ def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tup
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]]:
-    """Return the entries of a collection or record, with their keys."""
+    """Return the entries of a value with their keys. Empty if the value holds no others.
+
+    The keys are those of a dict, the numbers of a list, or the names of attributes.
+    """
     if isinstance(value, Mapping):
         return value.items()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -445,28 +488,33 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
 
 
 def is_record(value: object) -> bool:
-    """Return whether a value is a record of results, such as a dataclass or an ImageList."""
+    """Return whether a value is an object that holds results in attributes, such as a dataclass.
+
+    Functions, and objects of torch, numpy and Python itself, are none.
+    """
     is_a_value = type(value).__module__.split(".")[0] in ("torch", "builtins", "types", "numpy")
     return hasattr(value, "__dict__") and not callable(value) and not is_a_value
 
 
 def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any:
-    """Return the same structure with every tensor in it changed.
+    """Return the same structure in which `change` has replaced every tensor.
 
     Args:
-        value: The structure: tuples, lists, dicts and records.
+        value: The structure of tuples, lists, dicts and objects with attributes.
         change: Returns the replacement of a tensor.
-        kinds: Further classes whose objects are changed as a whole.
+        kinds: Further classes, such as list, whose objects `change` replaces as a whole.
     """
     if isinstance(value, (Tensor, *kinds)):
         return change(value)
     if isinstance(value, Mapping):
         return {key: changed(entry, change, *kinds) for key, entry in value.items()}
+    # A named tuple takes its entries one by one, and any other tuple takes them all at once.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(changed(entry, change, *kinds) for entry in value))
     if isinstance(value, list | tuple):
         return type(value)(changed(entry, change, *kinds) for entry in value)
 
+    # An object without tensors is not copied.
     if is_record(value) and next(named_tensors(value), None) is not None:
         record = copy.copy(value)
         vars(record).update(changed(vars(value), change, *kinds))

@@ -27,21 +27,23 @@ FOLDERS = {".mlpackage": ("Manifest.json", "Data")}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of sources.
+    """A kind of source from which a network can be built, such as timm or torchvision.
 
     Args:
-        builder: Its name in `Arch.builder`.
-        file: The file of this folder that builds its networks.
-        prefix: The word before the colon in MODEL, and where an architecture is spelled.
-        also: Further prefixes. They are part of the name, so they are not cut off.
-        package: The package that it needs.
-        foreign: Whether its networks are built by the user's own code.
+        builder: The name of the kind in `Arch.builder`.
+        file: The file in `normswap.models` that builds networks of this kind.
+        prefix: The word before the colon in the user's name of a network, such as `hf` in
+            `hf:owner/name`. Empty if the names have none.
+        other_prefixes: Further words before the colon, such as `hf-hub` in `hf-hub:owner/name`. The
+            builder itself reads them, so they are not cut off the name.
+        package: The package that the kind needs. Empty if it needs none that must be installed.
+        foreign: Whether the user's own code builds the networks.
     """
 
     builder: str
     file: str
     prefix: str = ""
-    also: tuple[str, ...] = ()
+    other_prefixes: tuple[str, ...] = ()
     package: str = ""
     foreign: bool = False
 
@@ -58,16 +60,17 @@ class Kind:
 
     @property
     def identify(self) -> Callable[..., Arch | None] | None:
-        """The function from a network that somebody built to its `Arch`.
+        """The function that finds out how a network was built, and returns its `Arch`.
 
-        None where the package is not in use, or its file has no such function.
+        None if the kind has no such function, or its package is not imported.
         """
+        # A package that nobody has imported built no network, so it need not be loaded.
         if self.package and self.package not in sys.modules:
             return None
         return getattr(self.load(), "identify", None)
 
 
-TIMM = Kind("timm", "timm_models", also=("hf-hub", "hf_hub", "local-dir"))
+TIMM = Kind("timm", "timm_models", other_prefixes=("hf-hub", "hf_hub", "local-dir"))
 FACTORY = Kind("factory", "factories", foreign=True)
 ULTRALYTICS = Kind("ultralytics", "ultralytics_models", prefix="ultralytics", package="ultralytics")
 TRANSFORMERS = Kind("transformers", "transformers_models", prefix="hf", package="transformers")
@@ -83,29 +86,35 @@ KINDS = (
 def of(name: str) -> Kind:
     """Return the kind of source that a MODEL names.
 
-    The kind is found by the prefix or the ending of the MODEL. Any other name is a factory's name
-    if it is written like one, or else timm's.
+    The kind is found by the prefix or the ending of the MODEL. Any other name is the user's own
+    function if it is written like one (`package.module:function`), or else a name of timm's.
     """
+    # Only Ultralytics describes its networks in such files.
     if name.endswith(".yaml"):
         return ULTRALYTICS
 
+    # The name may have a prefix, as in `torchvision:resnet18` or `hf-hub:owner/name`.
     prefix, colon, _ = name.partition(":")
     for kind in KINDS:
-        if prefix in kind.also or (colon and kind.prefix == prefix):
+        if prefix in kind.other_prefixes:
+            return kind
+        # Without a colon, `prefix` is the whole name.
+        if colon and kind.prefix == prefix:
             return kind
     return FACTORY if _FACTORY.fullmatch(name) else TIMM
 
 
 def prefixes() -> tuple[str, ...]:
-    """Return every prefix that a MODEL may have."""
-    found: list[str] = []
+    """Return every word that may stand before the colon in a MODEL, such as `torchvision`."""
+    all_prefixes: list[str] = []
     for kind in KINDS:
-        found += filter(None, (kind.prefix, *kind.also))
-    return tuple(found)
+        # Kinds without a prefix have an empty one, which is left out.
+        all_prefixes += filter(None, (kind.prefix, *kind.other_prefixes))
+    return tuple(all_prefixes)
 
 
 def by_builder(builder: str) -> Kind:
-    """Return the kind whose networks the builder makes.
+    """Return the kind of source that an `Arch` names as its builder.
 
     Raises:
         SourceError: No kind has this builder.
@@ -122,18 +131,22 @@ def by_builder(builder: str) -> Kind:
 
 
 def named(arch: Arch) -> str:
-    """Return the architecture as MODEL and `--arch` name it."""
+    """Return the architecture as a user types it, such as `torchvision:resnet18`."""
+    # A builder without a prefix, such as timm, leaves a colon in front, which is taken off.
     return f"{by_builder(arch.builder).prefix}:{arch.name}".removeprefix(":")
 
 
 def mark_converted(model: object) -> None:
-    """Let a converted network's own library know that it was converted, where it may save it."""
+    """Tell the network's own library that the network was converted, if that library may save it.
+
+    Of all libraries, only transformers is told.
+    """
     if TRANSFORMERS.package in sys.modules:
         TRANSFORMERS.load().mark_converted(model)
 
 
 def exported(file: Path) -> bool:
-    """Return whether a place is an exported file, or a directory that is one."""
+    """Return whether a path is an exported network: a file, or a folder for `.mlpackage`."""
     ending = file.suffix.lower()
     return ending in EXPORTED and (file.is_dir() if ending in FOLDERS else file.is_file())
 
@@ -142,13 +155,14 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
     """Return the name of the architecture, and the weights file that fills it (or None).
 
     Args:
-        source: A MODEL.
+        source: What the user gave as MODEL: the name of a network, or a weights file.
         weights: "pretrained", "random", or a weights file.
-        arch: The architecture of a weights file.
+        arch: The name of the architecture. It is needed if MODEL is a weights file, and refused
+            otherwise.
 
     Raises:
-        SourceError: There is no such file.
-        OptionError: Two options do not go together.
+        SourceError: The weights file does not exist, or is an exported network.
+        OptionError: Two of the arguments do not go together.
     """
     file = Path(source)
     if exported(file):
@@ -158,10 +172,11 @@ def parts(source: str, weights: str, arch: str | None) -> tuple[str, Path | None
         )
         raise SourceError(f"{file} is an exported file", "it runs in its own runtime", remedy)
 
-    # A prefix, a directory or the name of a description says what a source is, whatever its ending.
+    # A source with a prefix (`hf:owner/name.bin`), a directory or a network of Ultralytics is no
+    # weights file, even if its name ends like that of one.
     prefix, colon, _ = source.partition(":")
     is_named = (colon and prefix in prefixes()) or file.is_dir() or of(source) is ULTRALYTICS
-    # The MODEL is itself a file of weights, so `arch` must name the network.
+    # Otherwise MODEL may itself be a file of weights. Then `arch` must name the network.
     if not is_named and (file.is_file() or source.endswith(SUFFIXES)):
         if not file.is_file():
             raise SourceError(f"{file} does not exist")

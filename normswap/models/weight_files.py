@@ -88,7 +88,10 @@ def hash_tensors(state: Mapping[str, Tensor]) -> str:
 
 
 def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the beginning of the SHA-256 of each tensor's name, dtype, shape and values."""
+    """Return a short hash of each tensor, by its name.
+
+    It is the first 16 digits of the SHA-256 over the tensor's name, dtype, shape and values.
+    """
     _, hashes = hash_all(state)
     return hashes
 
@@ -104,9 +107,10 @@ def hash_all(state: Mapping[str, Tensor]) -> tuple[str, dict[str, str]]:
 
 
 def _descriptions(state: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return name, dtype, shape and the hash of the values of each tensor, sorted by name.
+    """Return the bytes by which each tensor is hashed, by its name, sorted by name.
 
-    All cores take part, unless the network is so small that starting threads takes longer.
+    The bytes are the name, dtype and shape, followed by the SHA-256 of the values. The values are
+    hashed by several threads, unless the network is so small that starting threads takes longer.
     """
     names = sorted(state)
     tensors = [state[name] for name in names]
@@ -170,6 +174,8 @@ def _content(file: Path) -> object:
         return safe_pickle.unpickle(file)
     # safetensors and torch raise many kinds of errors for a file that is none of their own.
     except Exception as error:
+        # Find the names of the Python objects that a pickle needs. torch's message names the first
+        # one: "Unsupported global: GLOBAL my_package.MyNetwork was not an allowed global".
         names = re.findall(r"GLOBAL (\S+)", str(error))
         if file.suffix != ".safetensors":
             names = safe_pickle.unknown_names(file) or names
@@ -194,6 +200,7 @@ def _content(file: Path) -> object:
 
 def _check_no_text(file: Path) -> None:
     """Raise SourceError if a weights file is a text, and say which kind of text it is."""
+    # A text may begin with a byte-order mark (EF BB BF) or with blanks.
     with file.open("rb") as opened:
         begin = opened.read(2048).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
 
@@ -222,10 +229,13 @@ def _check_plain_tensor(name: str, tensor: Tensor, file: Path) -> None:
 
 
 def _unwrapped(content: object, file: Path) -> StateDict:
-    """Return the state dict in the content of a training script's file.
+    """Return the state dict in the content of a weights file.
 
-    The names have no prefixes of a network's wrappers.
+    A training script may store it inside other dicts, as in `{"model": state_dict, "epoch": 9}`.
+    torch.compile, FSDP and activation checkpointing put parts into the names of tensors, such as
+    `_orig_mod`. These parts are taken out.
     """
+    # Go from dict to dict, until no key leads further in.
     for _ in range(_MOST_WRAPPERS):
         if not isinstance(content, Mapping):
             break
@@ -245,6 +255,7 @@ def _unwrapped(content: object, file: Path) -> StateDict:
     if strangers or not content:
         raise SourceError(f"{file} is not a state dict", f"no tensors under {first_few(strangers)}")
 
+    # Sort tensors and extra state, by clean names.
     state = StateDict()
     extras: dict[str, object] = {}
     for key, value in content.items():
@@ -256,6 +267,7 @@ def _unwrapped(content: object, file: Path) -> StateDict:
         else:
             extras[name] = value
 
+    # torch keeps the versions of the layers in an attribute of the state dict.
     metadata = getattr(content, "_metadata", None)
     if isinstance(metadata, Mapping):
         state._metadata = {_without_wrappers(str(path)): entry for path, entry in metadata.items()}
@@ -277,7 +289,12 @@ def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
     """Return the key under which a training script has put its state dict.
 
     The result is None if the content is a state dict itself, or holds none.
+
+    Args:
+        content: The dict that the file holds, or a dict in it.
+        file: The file, for messages.
     """
+    # Find the keys of state dicts, and the first of the keys that training scripts usually take.
     inner = {key: value for key, value in content.items() if isinstance(value, Mapping) and value}
     states = [key for key, value in inner.items() if _holds_tensors_alone(value)]
     usual = next((key for key in _WRAPPERS if isinstance(content.get(key), Mapping)), None)
@@ -289,9 +306,9 @@ def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
 
     # A usual key is preferred. Without one, `states` has exactly one entry here.
     chosen = usual or states[0]
-    others = [_shown_key(other) for other in states if other != chosen]
-    if others:
-        note = f"{file} holds {first_few(others)} beside {_shown_key(chosen)}, which was taken"
+    passed_over = [_shown_key(key) for key in states if key != chosen]
+    if passed_over:
+        note = f"{file} holds {first_few(passed_over)} beside {_shown_key(chosen)}, which was taken"
         warnings.warn(note, WeightsNote, stacklevel=4)
     return chosen
 
@@ -302,9 +319,10 @@ def _holds_tensors_alone(values: Mapping[object, object]) -> bool:
 
 
 def _shown_key(key: object) -> str:
-    """Return a key as an error names it: the key itself, or only its class.
+    """Return a key of a dict as an error shows it: the key itself, or only its class.
 
-    The text of a key such as a nested tuple of a stranger's file may be endlessly long.
+    Only the class is shown if the text could be endlessly long, as that of a nested tuple in an
+    untrusted file.
     """
     if isinstance(key, str | int | float | bool | None):
         return str(key)
@@ -312,10 +330,11 @@ def _shown_key(key: object) -> str:
 
 
 def _without_prefix(state: StateDict, bare: State) -> StateDict:
-    """Return the tensors by names without the prefix that wrappers put before all names.
+    """Return the tensors by their names without a prefix that all names have.
 
-    DDP and AveragedModel put `module.` there. Lightning puts the name of an attribute there, which
-    is dropped if more names fit without it.
+    DDP and AveragedModel put `module.` before all names. It is always dropped. Lightning puts the
+    name of an attribute there, as in `backbone.conv1.weight`. It is dropped if more names are those
+    of the network without it.
 
     Args:
         state: The file's tensors by name.
@@ -332,8 +351,9 @@ def _without_prefix(state: StateDict, bare: State) -> StateDict:
             firsts.add(first)
             shorter[rest] = tensor
 
-        # A prefix is dropped if all names have it, and something behind it. Without it more names
-        # must fit, unless it is `module`.
+        # A prefix is dropped if all names have it, and if each name goes on behind it: a name
+        # without a dot has become "". Without the prefix more names must fit, unless it is
+        # `module`.
         fit_better = len(shorter.keys() & bare.keys()) > len(state.keys() & bare.keys())
         if len(firsts) != 1 or "" in shorter or not (fit_better or firsts == {"module"}):
             break
@@ -345,15 +365,15 @@ def _without_prefix(state: StateDict, bare: State) -> StateDict:
 
 
 def _below(named: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Return values by names without their first part."""
+    """Return the values by shorter names: the part before the first dot is dropped."""
     return {name.partition(".")[2]: value for name, value in named.items()}
 
 
 @contextmanager
 def with_broken_statistics() -> Iterator[None]:
-    """Accept running statistics that are not finite inside a `with` block.
+    """Inside a `with` block, let networks be loaded whose running statistics hold NaN or inf.
 
-    It is for commands that inspect the statistics or measure them anew.
+    Commands that inspect the statistics, or measure them anew, use it.
     """
     token = _TAKES_BROKEN_STATISTICS.set(True)
     try:
@@ -363,24 +383,24 @@ def with_broken_statistics() -> Iterator[None]:
 
 
 def check_network(model: nn.Module, origin: str) -> None:
-    """Raise SourceError where a network's parameters or running statistics hold NaN or inf.
+    """Raise SourceError if a network's parameters or running statistics hold NaN or inf.
 
     Args:
         model: The network.
-        origin: The name of its source in the error.
+        origin: The name of the network's source in the error.
     """
-    _check_for(model, copying.state_tensors(model), origin)
+    _check_state(model, copying.state_tensors(model), origin)
 
 
-def _check_for(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
-    """Raise SourceError if tensors of a network that must be finite are not.
+def _check_state(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
+    """Raise SourceError if parameters or running statistics of a state dict hold NaN or inf.
 
-    A buffer may hold infinities or NaN, as masks and observers do. Running statistics may not.
+    Other buffers may hold them, as masks and observers do.
 
     Args:
-        model: The network.
-        state: The tensors by name.
-        origin: The file's name, for the message.
+        model: The network that the state dict is for. It tells which tensors are buffers.
+        state: The tensors of the state dict by name.
+        origin: The name of the file in the error.
     """
     buffers = {name for name, tensor in copying.tensors(model).items() if _is_buffer(name, tensor)}
     check_finite({name: state[name] for name in state if name not in buffers}, origin)
@@ -392,14 +412,16 @@ def _is_buffer(name: str, tensor: Tensor) -> bool:
 
 
 def check_finite(state: Mapping[str, Tensor], origin: str) -> None:
-    """Raise SourceError, naming them, where tensors hold NaN or inf.
+    """Raise SourceError if tensors hold NaN or inf. The message names these tensors.
+
+    Inside `with_broken_statistics`, running statistics may hold them.
 
     Args:
         state: The tensors by name.
         origin: The name of their file in the error.
     """
     bad = [name for name, tensor in state.items() if not _has_finite_numbers(name, tensor, origin)]
-    # Inside `with_broken_statistics`, running statistics may be broken, and nothing else.
+    # If anything beside running statistics is broken, it is an error in any case.
     are_statistics = all(name.endswith(_STATISTICS) for name in bad)
     if bad and not (are_statistics and _TAKES_BROKEN_STATISTICS.get()):
         remedy = "These weights are broken."
@@ -429,19 +451,20 @@ def _has_finite_numbers(name: str, tensor: Tensor, origin: str) -> bool:
 def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     """Load tensors into a network. Every name and shape must fit.
 
-    If they do not fit as they are, foreign keys are translated as timm does it, and stem and head
-    are adapted to the network.
+    If they do not fit as they are, the names that another library gives them are translated as timm
+    does it, and stem and head are adapted to the network.
 
     Args:
         model: The network that is filled.
         state: The tensors by name.
         origin: The name of the tensors' file in errors.
-        cfg: timm's record of the weights, which says how stem and head are adapted. It is empty
-            where they must be the file's.
+        cfg: timm's record of the weights, which says how stem and head are adapted. If it is empty,
+            they are not adapted.
 
     Raises:
-        SourceError: Keys are missing or unexpected, or have other shapes. The message lists them.
+        SourceError: Names are missing or unexpected, or have other shapes. The message lists them.
     """
+    # Bring names and shapes to those of the network.
     bare = copying.state_tensors(model)
     named = state if isinstance(state, StateDict) else StateDict(state)
     as_it_is = _without_prefix(named, bare)
@@ -450,21 +473,22 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         state = _native(state, model)
         state = _restem(state, bare, origin, cfg)
         state = _rehead(state, bare, model, cfg)
-    _check_for(model, state, origin)
+    _check_state(model, state, origin)
 
+    # Compare names and shapes with the network's, so that an error lists all that do not fit.
     _note_halves(state, bare, origin)
     architecture = getattr(model, "pretrained_cfg", {}).get("architecture", "the network")
     try:
         check_fit(state, bare, origin, str(architecture))
     except SourceError:
         # The layers themselves may know the names of older files, and load the tensors by them.
-        has_loaded = _mends_itself(model, as_it_is)
+        has_loaded = _loads_older_names(model, as_it_is)
         if not has_loaded:
             raise
         return
 
-    # The file's record of its layers has the file's names. So it is passed on only if no tensor was
-    # renamed.
+    # `_metadata` has the versions of the layers, by the names in the file. So it is passed on only
+    # if no tensor was renamed.
     filled: dict[str, object] = OrderedDict({**state, **as_it_is.extras})
     if state is as_it_is and as_it_is._metadata is not None:
         filled._metadata = as_it_is._metadata  # type: ignore[attr-defined]
@@ -474,13 +498,14 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         raise SourceError(f"{origin} does not load", " ".join(str(error).split())) from None
 
 
-def _mends_itself(model: nn.Module, state: StateDict) -> bool:
-    """Let the network's own layers load a state dict with other names.
+def _loads_older_names(model: nn.Module, state: StateDict) -> bool:
+    """Load a state dict whose names do not fit, if the network's own layers can translate them.
 
-    Layers may mend old checkpoints while they are loaded, by the version in the file's record.
+    A layer may translate the names of an older checkpoint while it loads them, in its method
+    `_load_from_state_dict`. The state dict tells it the version of the layer that wrote them.
 
     Returns:
-        Whether the layers have loaded the state dict.
+        Whether the state dict was loaded.
     """
     own = copying.state_tensors(model)
     shared = state.keys() & own.keys()
@@ -531,10 +556,11 @@ def _fits(state: State, bare: State) -> bool:
 
 
 def _native(state: State, model: nn.Module) -> State:
-    """Return the tensors by timm's names.
+    """Return the tensors by the names that timm gives them.
 
-    Foreign keys (torchvision's, the authors') are translated by the filter that timm keeps beside
-    the model.
+    Names of torchvision or of a network's authors are translated by a function of timm that stands
+    in the same Python module as the network's class. If there is no such function, or it fails, the
+    tensors are returned as they are.
     """
     module = sys.modules[type(model).__module__]
     convert = next((getattr(module, name) for name in _FILTERS if hasattr(module, name)), None)
@@ -543,18 +569,20 @@ def _native(state: State, model: nn.Module) -> State:
 
     try:
         with quiet():
+            # Some of these functions take the network, too.
             if len(inspect.signature(convert).parameters) > 1:
                 return convert(dict(state), model)
             return convert(dict(state))
-    # The filter expects keys that are not there. The strict comparison will list them.
+    # The function expects names that are not there. `check_fit` will list them.
     except Exception:
         return state
 
 
 def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
-    """Return the tensors with the stem adapted to another number of input channels.
+    """Return the tensors with the stem adapted to the network's number of input channels.
 
-    The stem is found by its shape: the only convolution whose kernel differs in that number alone.
+    The stem is found by its shape: its kernel has the input channels of the weights' images, and
+    differs from the network's kernel in that number alone.
 
     Args:
         state: The file's tensors by name.
@@ -567,10 +595,12 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
     for name, kernel in state.items():
         # A tensor that the network does not have stays as it is.
         target = bare.get(name, kernel).shape
-        # The file's tensor may have other dimensions than the network's, so its shape is sliced.
-        is_kernel = len(target) == 4 and channels_of_weights in kernel.shape[1:2]
+        # A vector has no second dimension: then the slice is empty, and holds no channels.
+        has_channels_of_weights = channels_of_weights in kernel.shape[1:2]
+        is_kernel = len(target) == 4 and has_channels_of_weights
         if not is_kernel or target[1] == channels_of_weights:
             continue
+        # The other dimensions must be the network's, or it is another convolution than the stem.
         if kernel.shape[:1] + kernel.shape[2:] != target[:1] + target[2:]:
             continue
 
@@ -584,7 +614,10 @@ def _restem(state: State, bare: State, origin: str, cfg: Cfg) -> State:
 
 
 def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
-    """Return the tensors, with the network's own head if its classes are not the file's.
+    """Return the tensors with a head of as many classes as the network has.
+
+    If the file's head has another number of classes, the network's own new head is taken. If the
+    file's head has outputs before the first class, such as one for background, they are cut off.
 
     Args:
         state: The file's tensors by name.
@@ -592,7 +625,7 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
         model: The network.
         cfg: timm's record of the weights. Empty if nothing may be adapted.
     """
-    is_fresh = cfg.get("num_classes") != getattr(model, "num_classes", None)
+    is_new = cfg.get("num_classes") != getattr(model, "num_classes", None)
     # How many outputs the file's head has before the first class of the network's head.
     offset = cfg.get("label_offset") or 0
     # A network may have several heads. The record names one as a plain text.
@@ -601,16 +634,16 @@ def _rehead(state: State, bare: State, model: nn.Module, cfg: Cfg) -> State:
         heads = (heads,)
 
     classes = getattr(model, "num_classes", None)
-    if is_fresh and heads and classes:
+    if is_new and heads and classes:
         note_new_head(heads[0], classes)
 
     adapted = dict(state)
     for head in heads:
         for name in (f"{head}.weight", f"{head}.bias"):
-            # A new head keeps its random values, and the file's goes.
-            if is_fresh and name in bare:
+            # A new head keeps its random values, and the file's tensors are dropped.
+            if is_new and name in bare:
                 adapted[name] = bare[name]
-            elif is_fresh:
+            elif is_new:
                 adapted.pop(name, None)
             elif offset and name in adapted:
                 adapted[name] = adapted[name][offset:]
@@ -629,7 +662,14 @@ def note_new_head(path: str, classes: int) -> None:
 
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
-    """Return the number of names of each kind of misfit, with the first few names."""
+    """Return a text with the number and the first few names of each kind of misfit.
+
+    Such as `2 missing: fc.weight, fc.bias; 1 unexpected: head.weight`. A misfit is a tensor of a
+    file that does not fit the network, or is not there.
+
+    Args:
+        misfits: The names of the tensors that do not fit, by the kind of misfit.
+    """
     parts: list[str] = []
     for kind, names in misfits.items():
         if names:
@@ -642,11 +682,11 @@ def listed(misfits: Mapping[str, Sequence[str]]) -> str:
 def check_fit(
     state: Mapping[str, Tensor], bare: Mapping[str, Tensor], origin: str, name: str
 ) -> None:
-    """Raise SourceError where a file's tensors are not those of the bare network.
+    """Raise SourceError if names, shapes or kinds of a file's tensors are not the network's.
 
     Args:
-        state: The file's tensors.
-        bare: The tensors of the bare network.
+        state: The file's tensors by name.
+        bare: The tensors of the network that is to be filled, by name.
         origin: The name of the file in the error.
         name: The name of the network in the error.
     """
@@ -682,15 +722,16 @@ def _remedy(
     bare: Mapping[str, Tensor],
     origin: str,
 ) -> str:
-    """Return what to do with a file whose tensors are not those of the bare network.
+    """Return what a user should do about a file whose tensors are not those of the network.
 
     Args:
         misfits: The names of the tensors that do not fit, by the kind of misfit.
-        state: The file's tensors.
-        bare: The tensors of the bare network.
+        state: The file's tensors by name.
+        bare: The tensors of the network that is to be filled, by name.
         origin: The name of the file.
     """
     remedy = "Check the architecture, its arguments, the number of classes and prefixes of names"
+    # If only the number of classes differs, that number can be asked for.
     classes = _classes_of(state, bare)
     if classes and not (misfits["missing"] or misfits["unexpected"]):
         remedy = f"`{spelled('num_classes', classes)}` gives the network such a head"
@@ -714,27 +755,34 @@ def _remedy(
 
 
 def _classes_of(state: Mapping[str, Tensor], bare: Mapping[str, Tensor]) -> int:
-    """Return the classes of a file whose tensors differ from the network's by that number alone.
+    """Return the number of classes of the file's network, if only that number differs.
 
     Args:
-        state: The file's tensors.
-        bare: The tensors of the bare network.
+        state: The file's tensors by name.
+        bare: The tensors of the network that is to be filled, by name.
 
     Returns:
-        The number of classes. 0 if other shapes differ, too.
+        The number of classes in the file. 0 if no shape differs, or if other shapes differ, too.
     """
     # Another number of classes changes the first dimension of one layer's tensors: the head's.
-    others = [key for key in bare if key in state and state[key].shape != bare[key].shape]
-    counts = {state[key].shape[0] for key in others if state[key].ndim}
-    layers = {key.rpartition(".")[0] for key in others}
+    differing = [key for key in bare if key in state and state[key].shape != bare[key].shape]
+    first_dimensions = {state[key].shape[0] for key in differing if state[key].ndim}
+    layers = {key.rpartition(".")[0] for key in differing}
     is_head = len(layers) == 1 and all(
-        state[key].shape[1:] == bare[key].shape[1:] for key in others
+        state[key].shape[1:] == bare[key].shape[1:] for key in differing
     )
-    return counts.pop() if is_head and len(counts) == 1 else 0
+    if not is_head or len(first_dimensions) != 1:
+        return 0
+    return first_dimensions.pop()
 
 
 def _has_its_gamma(missing: str, state: Mapping[str, Tensor]) -> bool:
-    """Return whether a missing tensor is a statistic of a norm whose parameters are there."""
+    """Return whether a missing tensor is a running statistic of a norm whose gamma is in the file.
+
+    Args:
+        missing: The name of the missing tensor, such as `layer1.0.bn1.running_mean`.
+        state: The file's tensors by name.
+    """
     path, _, leaf = missing.rpartition(".")
     is_statistic = leaf in (*_STATISTICS, "num_batches_tracked")
     return is_statistic and copying.dotted(path, "weight") in state
