@@ -17,7 +17,7 @@ from normswap.sites.position_norms import channel_dim, epsilon, gamma_and_beta
 
 
 class ShiftedRMSNorm(nn.RMSNorm):
-    """RMSNorm over dimension -1 or 1, with a beta where no linear layer can absorb it."""
+    """RMSNorm over dimension -1 or 1, perhaps with a beta that no linear layer could absorb."""
 
     def __init__(self, channels: int, *, eps: float, scale: bool, shift: bool, dim: int) -> None:
         super().__init__(channels, eps=eps, elementwise_affine=scale)
@@ -69,7 +69,7 @@ class BareNorm(PlannedLayer):
     def replacing(cls, old: nn.Module, *, like: Tensor) -> nn.Module:
         """Return the norm without gamma and beta."""
         kind = kind_of(old)
-        # Only for a hand-written norm was the eps measured.
+        # An eps in the record of the class was measured, so the norm is a hand-written one.
         if kind is not None and kind.eps is not None:
             return cls._of_known_class(old, kind.eps, centres=kind.centres)
 

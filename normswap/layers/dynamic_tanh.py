@@ -89,7 +89,15 @@ class Straight(PlannedLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False
     ) -> nn.Module:
-        """Return the layer. Its arguments are those of `DynamicTanh.replacing`; alpha is unused."""
+        """Return a scale and shift that compute what the BatchNorm does behind `Whitened`.
+
+        Args:
+            old: The BatchNorm.
+            like: An empty tensor with the dtype and device of the new tensors.
+            alpha: Not used. The edit of a `DynamicTanh` has it.
+            lead: Whether a `ChannelAffine` in front standardizes the input, as in
+                `DynamicTanh.replacing`.
+        """
         scale, offset, gamma, beta = _standardization(old)
         new = ChannelAffine(gamma.to(like), beta.to(like), affine.copied_activation(old))
         return with_lead(scale, offset, new, lead=lead)
@@ -98,6 +106,8 @@ class Straight(PlannedLayer):
 @functools.cache
 def gain(alpha: float) -> float:
     """Return E[u tanh(alpha u)] / E[tanh(alpha u)^2] for u of N(0, 1), by the trapezoidal rule."""
+    # The density needs no constant in front, because the quotient cancels it. Outside of [-12, 12]
+    # it is negligible.
     u = torch.linspace(-12, 12, 4801, dtype=torch.float64)
     density = (-u.square() / 2).exp()
     bent = (alpha * u).tanh()

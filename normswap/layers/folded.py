@@ -25,7 +25,14 @@ BiasChange: TypeAlias = Literal["keep", "add", "drop"]
 
 
 class FoldFactors(TypedDict, total=False):
-    """The options of `folded` that concern the layer alone."""
+    """The options of `folded` that concern the layer alone.
+
+    Args:
+        gain: The number by which the layer's output is multiplied.
+        in_gain: The number by which the layer's input is multiplied.
+        bake: Whether a weight that each forward computes anew becomes a plain parameter.
+        centred: Whether the mean over the output channels is subtracted from weight and bias.
+    """
 
     gain: float
     in_gain: float
@@ -34,13 +41,21 @@ class FoldFactors(TypedDict, total=False):
 
 
 class Absorptions(FoldFactors, total=False):
-    """The options of `folded` that say what the layer computes."""
+    """The options of `folded` that say what the layer computes.
+
+    Args:
+        takes: How each of the absorbed modules is absorbed, in their order.
+    """
 
     takes: Sequence[Absorption]
 
 
 class FoldOptions(Absorptions, total=False):
-    """All options of `folded`. Every planned layer that folds passes them on to `folded`."""
+    """All options of `folded`. Every planned layer that folds passes them on to `folded`.
+
+    Args:
+        bias: Whether a bias of 0 is added, or any bias is dropped.
+    """
 
     bias: BiasChange
 
@@ -57,16 +72,20 @@ def folded(
 
     Args:
         old: The linear layer or convolution, y = W x + b.
-        reads: The modules that are absorbed.
+        reads: The neighbours. Each is a layer s x + t before or after `old`, such as a BatchNorm,
+            whose s and t go into W and b.
         like: An empty tensor of the model's dtype. The copy is in float64 if the model is, and
             else in the dtype of `old`.
-        bias: Whether a bias of 0 is added to a copy that would have none, or any bias is dropped.
-        absorptions: How the modules are absorbed, and the factors (`_absorbing`).
+        bias: `add` adds a bias of 0 to a copy that would have none, `drop` removes any bias, and
+            `keep` does neither.
+        absorptions: `takes` says for each neighbour whether it stands before or after the layer.
+            `gain`, `in_gain`, `bake` and `centred` are documented at `FoldFactors`.
     """
     new = _absorbing(old, reads, like=like, **absorptions)
     if bias == "drop":
         new.bias = None
     if bias == "add" and new.bias is None:
+        # By group the weight is (groups, O / groups, ...), also for a transposed convolution.
         by_group, _ = _by_group(new, new.weight.detach())
         zeros = by_group.new_zeros(by_group.shape[0] * by_group.shape[1])
         new.bias = nn.Parameter(zeros, requires_grad=new.weight.requires_grad)
@@ -143,7 +162,14 @@ class Folded(PlannedLayer):
         like: Tensor,
         **fold_options: Unpack[FoldOptions],
     ) -> Linearity:
-        """Return a copy of the layer that has absorbed its neighbours (`folded`)."""
+        """Return a copy of the layer that has absorbed its neighbours.
+
+        Args:
+            old: The linear layer or convolution, y = W x + b.
+            reads: The neighbours, such as a BatchNorm behind the layer.
+            like: An empty tensor of the model's dtype.
+            fold_options: The options of `folded`.
+        """
         return folded(old, reads, like=like, **fold_options)
 
     @classmethod
@@ -221,7 +247,7 @@ def _absorb(
         weight *= magnitude.reshape(groups, 1, -1, *kernel_ones)
         return bias
 
-    # AFTER_UNIT leaves gamma to the neighbour, and absorbs the rest of its map.
+    # AFTER_UNIT reads a BatchNorm as if gamma were 1 and beta 0.
     scale, shift = affine.read_map(module, unit_gamma=absorption.way is AbsorbMode.AFTER_UNIT)
 
     # Behind the layer: s (W x + b) + t = (s W) x + (s b + t).
@@ -269,7 +295,8 @@ def _with_tensors(
     """
     learns = old.weight.requires_grad
 
-    # The new weight keeps the memory format of the old one, such as channels_last.
+    # Each tensor in `memo` takes the place of the old tensor with that id in the copy. The new
+    # weight keeps the memory format of the old one, such as channels_last.
     values = torch.empty_like(old.weight, dtype=dtype).copy_(weight)
     memo: copying.Memo = {id(old.weight): nn.Parameter(values, requires_grad=learns)}
     if old.bias is not None and bias is not None:

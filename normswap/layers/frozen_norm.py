@@ -66,16 +66,16 @@ class FrozenNorm(PlannedLayer):
             measured: The known statistics of a norm that is put back, as `SiteNorm.replacing` takes
                 them.
         """
-        live = SiteNorm.of_any_size(old, like=like, **measured)
-        if live.act is None:
-            new: nn.Module = FrozenBatchNorm(live.num_features, live.eps)
+        batchnorm = SiteNorm.of_any_size(old, like=like, **measured)
+        if batchnorm.act is None:
+            new: nn.Module = FrozenBatchNorm(batchnorm.num_features, batchnorm.eps)
         else:
-            new = FrozenBatchNormAct2d(live.num_features, live.eps)
-            new.act = live.act
-            _mark_for_timm(new, live.num_features)
+            new = FrozenBatchNormAct2d(batchnorm.num_features, batchnorm.eps)
+            new.act = batchnorm.act
+            _mark_for_timm(new, batchnorm.num_features)
 
-        new.to(live.weight)
-        copy_tensors(live, new)
+        new.to(batchnorm.weight)
+        copy_tensors(batchnorm, new)
         return new
 
 
@@ -90,14 +90,14 @@ class EvalNorm(PlannedLayer, OwnLayer):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, live: SiteNorm) -> None:
+    def __init__(self, batchnorm: SiteNorm) -> None:
         super().__init__()
-        self.weight = live.weight
-        self.bias = live.bias
-        self.act = live.act
-        self.eps = live.eps
-        self.register_buffer("running_mean", live.running_mean)
-        self.register_buffer("running_var", live.running_var)
+        self.weight = batchnorm.weight
+        self.bias = batchnorm.bias
+        self.act = batchnorm.act
+        self.eps = batchnorm.eps
+        self.register_buffer("running_mean", batchnorm.running_mean)
+        self.register_buffer("running_var", batchnorm.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.batch_norm(

@@ -37,12 +37,15 @@ class MeasuredNorm(PlannedLayer):
             eps: The norm's eps.
             momentum: The norm's momentum.
         """
+        # The copy loses its bias, which beta takes up.
         conv = copying.duplicate(old, {})
         if isinstance(conv._parameters.get("bias"), nn.Parameter):
             conv.bias = None
 
         measured = SiteNorm(_outputs(conv), eps=eps, momentum=momentum, ghost=0, act=None)
         measured.to(empty_like_norm(old, like))
+        # The norm's input has a dimension for the batch and one for the channels, and those of the
+        # kernel.
         dims = 2 if isinstance(conv, nn.Linear) else 2 + len(conv.kernel_size)
         norm = torchs_own(measured, dims)
         chain = Chain(conv, norm)
@@ -65,7 +68,8 @@ def undo_after_conv(
 
     Args:
         source: The convolution or linear layer of the source network.
-        conv: The copy of `source`. If the copy has lost its bias, beta takes the bias up.
+        conv: The copy of `source`. If the copy has no bias, the bias of `source` becomes part of
+            beta.
         norm: The norm behind `conv`. Its statistics are kept.
     """
     shift = torch.zeros_like(norm.bias)

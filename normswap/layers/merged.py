@@ -18,9 +18,9 @@ from normswap.sites import affine
 
 
 def tap_offsets(conv: _ConvNd) -> list[range]:
-    """Return, for each dimension, where the taps of the kernel read at stride 1.
+    """Return the offsets of a kernel's taps in each dimension, for a convolution of stride 1.
 
-    An offset of 0 is the position that the convolution writes.
+    To write position p, a tap with offset d reads position p + d.
     """
     padding = cast("tuple[int, ...]", conv.padding)
     sides = zip(conv.kernel_size, conv.dilation, padding, strict=True)

@@ -126,7 +126,14 @@ class Rescaled(PlannedLayer):
     def replacing(
         cls, old: Linearity, norm: nn.Module, *, like: Tensor, groups: Count
     ) -> Linearity:
-        """Return a copy of the convolution whose output is rescaled for `norm` (`leveling`)."""
+        """Return a copy of the convolution whose output is rescaled for the norm behind it.
+
+        Args:
+            old: The convolution.
+            norm: The BatchNorm behind it, whose statistics give the scales (`leveling`).
+            like: Not used.
+            groups: The number of groups of the GroupNorm that takes the place of `norm`.
+        """
         return rescaled(old, *leveling(norm, groups))
 
 
@@ -177,6 +184,8 @@ def set_average_map(norm: nn.Module, affine_map: Pair, mean: Tensor, var: Tensor
         mean: The mean per channel (C,) of the average sample.
         var: The variance per channel (C,) of the average sample.
     """
+    # The norm computes gamma (x - m) / sqrt(v + eps) + beta, where m and v are mean and variance of
+    # a channel's group. So gamma = s sqrt(v + eps) and beta = t + s m.
     layer = cast(nn.GroupNorm, norm)
     scale, shift = affine_map
     group_size = len(scale) // layer.num_groups
@@ -210,10 +219,10 @@ def follow_rescaling(norm: nn.Module, scale: Tensor, offset: Tensor) -> None:
 
 
 def leveling(norm: nn.Module, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the scale and offset of a norm's input that level its groups, each (C,) in float64.
+    """Return the scale and offset of a norm's input that bring its groups to one variance.
 
-    Scaled so, each group has the mean variance of all channels, and each channel has mean 0. A
-    group of variance 0 is not scaled.
+    The input scale * x + offset has mean 0 in each channel, and the mean variance of all channels
+    in each group. A group of variance 0 is not scaled. Both tensors are (C,), in float64.
     """
     mean, var = affine.statistics(norm)
     _check_groups(len(mean), groups)
@@ -320,7 +329,10 @@ def group_moments(mean: Tensor, var: Tensor, groups: int) -> tuple[Tensor, Tenso
 
 
 def normalizes(module: nn.Module | None) -> bool:
-    """Whether a module stands for a BatchNorm and has a gamma and beta that can be fitted."""
+    """Whether a module normalizes what it reads, then multiplies by a gamma and adds a beta.
+
+    These are GroupNorms, and the layers of normswap that take a BatchNorm's place.
+    """
     return isinstance(module, nn.GroupNorm) or (isinstance(module, OwnLayer) and module.NORMALIZES)
 
 

@@ -26,7 +26,7 @@ class Vacant(PlannedLayer, OwnLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor, in_place: bool = True) -> Vacant:
-        """Return the activation of a norm.
+        """Return what is left of a norm that is taken out: its activation, or the identity.
 
         Args:
             old: The norm.

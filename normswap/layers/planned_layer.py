@@ -72,7 +72,9 @@ class PlannedLayer:
 
     @classmethod
     def replacing(cls, *args: Any, **kwargs: Any) -> Held:
-        """Return the replacement: `replacing(old, *reads, like=..., **args)`.
+        """Return what takes the place of `old`: `replacing(old, *reads, like=..., **args)`.
+
+        `args` are the arguments that the edit of the plan states.
 
         Args:
             old: The module, parameter or number that is replaced.
@@ -84,9 +86,10 @@ class PlannedLayer:
 
     @classmethod
     def invert(cls, *args: Any, **kwargs: Any) -> None:
-        """Change the source so that `replacing` gives today's layer: `invert(old, now, reads)`.
+        """Change the source so that `replacing` gives the trained layer: `invert(old, now, reads)`.
 
-        `unfold` calls it after training. It sets tensors of `old` and of the norms in `reads`.
+        `unfold` calls it after training. It sets tensors of the source's layer `old`, and of the
+        source's norms `reads`, in place. `now` is the trained layer that took the place of `old`.
 
         Raises:
             RefusedError: No tensor of the source can take up what was learned.

@@ -63,9 +63,9 @@ class Standardized(OwnLayer):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *others: Any, **named: Any
     ) -> None:
-        """Load the tensors, and convert a `mean` that an older version stored.
+        """Load the tensors, and convert a `mean` that an older version of normswap stored.
 
-        It stored (O, 1, ...) and did not scale it.
+        The older version stored it in the shape (O, 1, ...), and not times sqrt(fan_in).
         """
         name = f"{prefix}mean"
         mean = state_dict.get(name)
@@ -131,7 +131,10 @@ class InputBiased(OwnLayer):
 
     @staticmethod
     def of(layer: Linearity) -> nn.Module:
-        """Change the class of a layer in place, so that it shifts its input, at first by 0."""
+        """Let a layer add a learnable scalar to its input, at first 0, and return the layer.
+
+        The layer's class is changed in place.
+        """
         shifted: nn.Module = layer
         shifted.__class__ = INPUT_BIASED[type(layer)]
         shifted.register_parameter("in_bias", nn.Parameter(torch.zeros(1).to(layer.weight)))

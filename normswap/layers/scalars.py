@@ -81,8 +81,8 @@ class Scale(PlannedLayer, OwnLayer):
         act = affine.copied_activation(old)
         if act is None:
             return scale
-        # Without the norm, the activation reads a tensor that other layers may read, too. So it
-        # must not work in place. `Vacant` says that a norm stood here.
+        # `old` is a norm with this activation. Without the norm, the activation reads a tensor that
+        # other layers may read, so it must not work in place. `Vacant` says that a norm stood here.
         return Chain(Vacant(out_of_place(act)), scale)
 
 
@@ -142,7 +142,14 @@ class Shifted(PlannedLayer):
         like: Tensor,
         **fold_options: Unpack[FoldOptions],
     ) -> nn.Module:
-        """Return the folded layer (`folded`), which adds a learnable scalar to its input."""
+        """Return a copy of a layer that has absorbed its neighbours and adds a scalar to its input.
+
+        Args:
+            old: The linear layer or convolution.
+            reads: The neighbours, such as a BatchNorm behind the layer.
+            like: An empty tensor of the model's dtype.
+            fold_options: The options of `folded`.
+        """
         new = folded(old, reads, like=like, **fold_options)
         # If `old` adds a learnable scalar to its input already, so does its copy.
         if isinstance(new, reparametrized.InputBiased):

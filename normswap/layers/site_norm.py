@@ -107,8 +107,8 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         if not self.ghost:
             return [count]
         # The samples that fill no ghost batch of their own join the last one.
-        whole = max(count // self.ghost, 1)
-        return [self.ghost] * (whole - 1) + [count - self.ghost * (whole - 1)]
+        batches_before_last = max(count // self.ghost, 1) - 1
+        return [self.ghost] * batches_before_last + [count - self.ghost * batches_before_last]
 
     def extra_repr(self) -> str:
         return f"{_BatchNorm.extra_repr(self)}, ghost={self.ghost}"
@@ -162,6 +162,7 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
 
         The arguments are documented at `replacing`.
         """
+        # The settings of the norm that stood there before, or torch's defaults where none is known.
         recorded: Body = {
             "eps": 1e-5,
             "momentum": 0.1,
@@ -280,7 +281,7 @@ def copy_tensors(old: nn.Module, new: nn.Module) -> None:
     for name in _COPIED:
         value = getattr(old, name, None)
         if value is None:
-            value = torch.tensor(float(name == "weight"))
+            value = torch.tensor(1.0 if name == "weight" else 0.0)
         getattr(new, name).copy_(value)
 
     batches = getattr(old, "num_batches_tracked", None)

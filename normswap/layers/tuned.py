@@ -53,6 +53,7 @@ class Tuned(PlannedLayer):
                 neighbours.append(module)
                 neighbour_takes.append(absorption)
 
+        # The options are divided: those of the norm, and those of folding.
         (norm,) = norms
         measured = KnownMoments(
             mean=options.pop("mean", None),
@@ -61,16 +62,16 @@ class Tuned(PlannedLayer):
         )
         factors = cast(FoldFactors, options)
         conv = folded(old, neighbours, like=like, takes=neighbour_takes, **factors)
-        live = SiteNorm.of_any_size(norm, like=like, **measured)
-        live.to(conv.weight)
+        batchnorm = SiteNorm.of_any_size(norm, like=like, **measured)
+        batchnorm.to(conv.weight)
 
         # A convolution may carry more attributes than a constructor takes, such as hooks, so all of
         # them are moved to an instance that no constructor has filled.
         new = TunedConv2d.__new__(TunedConv2d)
         new.__dict__.update(vars(conv))
-        new.gamma = live.weight
-        new.beta = live.bias
-        new.norm_eps = live.eps
-        new.register_buffer("running_mean", live.running_mean)
-        new.register_buffer("running_var", live.running_var)
+        new.gamma = batchnorm.weight
+        new.beta = batchnorm.bias
+        new.norm_eps = batchnorm.eps
+        new.register_buffer("running_mean", batchnorm.running_mean)
+        new.register_buffer("running_var", batchnorm.running_var)
         return new

@@ -93,10 +93,10 @@ def get(name: str) -> Scheme:
 
 
 def check_target(name: str) -> None:
-    """Check that one can convert to the scheme.
+    """Check that `name` is a scheme that one can convert to.
 
     Raises:
-        OptionError: There is no such scheme, or it is a purpose.
+        OptionError: There is no such scheme, or the name is a purpose, which `--for` takes.
     """
     if name in PURPOSES:
         use = f"{spelled('to', metavar='SCHEME')}' with '{spelled('purpose', name)}"
@@ -106,7 +106,10 @@ def check_target(name: str) -> None:
 
 
 def check_purpose(name: str | None) -> None:
-    """Check that the purpose is known.
+    """Check that a purpose, which says what a network is for (`--for`), is known.
+
+    Args:
+        name: The name of the purpose. None, for no purpose, is accepted.
 
     Raises:
         OptionError: The purpose is not known.
@@ -146,16 +149,16 @@ def of(step: Step) -> Chosen:
 
 
 def are_exact(steps: Iterable[Step]) -> bool:
-    """Whether all steps keep the function of the network.
+    """Whether all steps of a plan are of schemes that keep the function of the network.
 
     Raises:
-        OptionError: A scheme is not known here.
+        OptionError: The scheme of a step is not registered in this process.
     """
     return all(of(step).exact for step in steps)
 
 
 def are_exact_if_known(steps: Iterable[Step]) -> bool | None:
-    """Whether all steps keep the function of the network, or None if a scheme is not known here."""
+    """Whether all steps keep the network's function, or None if a scheme is not registered."""
     try:
         return are_exact(steps)
     except OptionError:
@@ -168,18 +171,19 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
     If schemes describe an option of the same name differently, the returned option has the choices
     and the help texts of all of them.
     """
-    names_of: dict[str, tuple[Option, list[str]]] = {}
+    # Installed packages register their schemes when their entry points are loaded.
+    options_by_name: dict[str, tuple[Option, list[str]]] = {}
     plugins.load("normswap.schemes")
     for name, scheme in {**TARGETS, **_registered}.items():
-        # `known` is the option as the schemes before have described it, and `owners` are these.
         for option in scheme.options:
-            known, owners = names_of.get(option.name, (option, []))
-            if option.help not in known.help:
-                choices = tuple(dict.fromkeys((*known.choices, *option.choices)))
-                help_text = f"{known.help}; {name}: {option.help}"
-                known = replace(known, choices=choices, help=help_text)
-            names_of[option.name] = (known, [*owners, name])
-    return names_of
+            # The option as the schemes so far describe it together, and the names of these schemes.
+            merged, scheme_names = options_by_name.get(option.name, (option, []))
+            if option.help not in merged.help:
+                choices = tuple(dict.fromkeys((*merged.choices, *option.choices)))
+                help_text = f"{merged.help}; {name}: {option.help}"
+                merged = replace(merged, choices=choices, help=help_text)
+            options_by_name[option.name] = (merged, [*scheme_names, name])
+    return options_by_name
 
 
 def described() -> str:
@@ -205,8 +209,8 @@ def changed(scheme: str, options: Options) -> Options:
     except OptionError:
         return options
 
-    others: dict[str, object] = {}
+    differing: dict[str, object] = {}
     for name, value in options.items():
         if name not in defaults or defaults[name] != value:
-            others[name] = value
-    return others
+            differing[name] = value
+    return differing

@@ -17,7 +17,7 @@ from normswap.schemes.scheme import FitTask
 
 
 def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
-    """Plan a Dynamic Tanh in place of every BatchNorm.
+    """Return the plan that places a Dynamic Tanh where every BatchNorm stands.
 
     Args:
         anatomy: The recorded network.
@@ -34,7 +34,7 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
             args["lead"] = True
             sentence += " behind a scale and shift"
         else:
-            builder.replacements[conv] = Edit(conv, Whitened.__name__, {}, (path,))
+            builder.replacements[conv] = Edit(conv, Whitened.__name__, reads=(path,))
         builder.replace(path, DynamicTanh.__name__, **args)
         builder.settle(path, Outcome("became Dynamic Tanh", sentence))
 
@@ -64,8 +64,8 @@ def fit(task: FitTask) -> None:
 
 
 def fitting_target(step: Step) -> Step:
-    """Return a copy of a step that places gamma and beta alone in place of every Dynamic Tanh.
+    """Return a copy of a step that places gamma x + beta where the step has gamma tanh(x) + beta.
 
-    The result is fitted to the network that the copy makes.
+    The result, with its Dynamic Tanhs, is fitted to the network that the copy makes.
     """
     return exchanged(step, DynamicTanh.__name__, Straight.__name__)

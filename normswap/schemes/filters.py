@@ -26,7 +26,9 @@ from normswap.sites import own_forwards
 
 
 def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str) -> PlanBuilder:
-    """Plan standardized filters, and a scalar on each residual branch.
+    """Return the plan of a normalizer-free network.
+
+    Its filters are standardized, and a scalar ends each residual branch. No norm is left.
 
     Args:
         anatomy: The recorded network.
@@ -49,6 +51,7 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str
             )
         # `fit` drops the means. A network that is reset is not fitted afterwards.
         builder = standardize(plan_start(anatomy), mean="fit", stem="fit", depthwise="fit")
+        # A convolution multiplies its filters by the gamma of the activation that it reads.
         for path, linear in builder.linears.items():
             if linear.layer == "StandardizedConv":
                 linear.extra |= {"gamma": gamma_before(builder, path), "bias": "add"}
@@ -62,8 +65,9 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str
 def plan_centered_weightnorm(
     anatomy: Anatomy, *, mean: str, stem: str, depthwise: str
 ) -> PlanBuilder:
-    """Plan standardized filters for every convolution: W = g (v - mean v) / |v - mean v|.
+    """Return the plan that folds the norms and standardizes the filters of every convolution.
 
+    The new weight is W = g (v - mean v) / |v - mean v| per filter.
     The factor g holds the filter's norm, up to the square root of its fan-in.
 
     Args:
@@ -79,11 +83,12 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
     """Plan standardized filters for every convolution except gates and the classifier.
 
     Args:
-        builder: The plan in the making.
+        builder: The plan in the making, which is changed and returned.
         mean: The treatment of a filter's mean. `keep` adds it as a number that learns. `fit` drops
             it and fits the filters again.
         stem: The same for the first convolution, whose means carry brightness and colour.
-        depthwise: The same for filters that read one channel, and alone carry its mean.
+        depthwise: The same for depthwise filters. Such a filter reads a single channel. Without the
+            filter's own mean, the channel's mean would be lost.
     """
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
@@ -137,7 +142,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
 def _padding(
     builder: PlanBuilder, path: str, conv: nn.modules.conv._ConvNd
 ) -> str | tuple[int, ...]:
-    """Return the padding of a convolution that can be standardized.
+    """Check that a convolution can be standardized, and return the padding of the new layer.
 
     Raises:
         NotFoldable: The convolution cannot be standardized.
@@ -146,7 +151,7 @@ def _padding(
 
     if reparametrized.keeps_input_bias(conv):
         raise NotFoldable("its scalar input bias cannot pass the padding")
-    # A filter of one number would be 0 without its mean.
+    # A filter of one number would be 0 without its mean. The standardized layer pads with zeros.
     if conv.weight[0].numel() < 2 or conv.padding_mode != "zeros":
         raise NotFoldable("filters of one number, or padding that is not zeros")
 
@@ -163,15 +168,19 @@ def _padding(
 
 
 def plan_weightnorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan W = g v / |v| for every linear layer, where g is the filter's norm.
+    """Return the plan of weight normalization: W = g v / |v| in every convolution and linear layer.
 
+    The factor g is the norm of the filter.
     A filter of zeros keeps a direction v, and gets g = 0.
     """
     return reparametrize(anatomy, "WeightNorm")
 
 
 def plan_spectralnorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a spectral norm for every linear layer: W = alpha V / sigma(V), alpha = sigma(W)."""
+    """Return the plan of spectral normalization for every convolution and linear layer.
+
+    W = alpha V / sigma(V), with sigma the largest singular value, and alpha = sigma(W).
+    """
     return reparametrize(anatomy, "SpectralNorm")
 
 
@@ -189,7 +198,7 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
     modules = anatomy.traced.modules
 
     # A layer that cannot be changed stays, and its reason becomes a note.
-    count = 0
+    changed_count = 0
     reasons: list[str] = []
     for path in linear_paths(anatomy):
         try:
@@ -200,10 +209,10 @@ def reparametrize(anatomy: Anatomy, layer: str) -> PlanBuilder:
             reasons.append(f"{path} stays as it is: {why}")
         else:
             builder.linear(path).layer = layer
-            count += 1
+            changed_count += 1
 
     builder.notes += reasons
-    if not count:
+    if not changed_count:
         lacking = "the network has no convolution or linear layer that could be changed"
         raise RefusedError(lacking, "; ".join(reasons[:3]))
 

@@ -25,7 +25,10 @@ from normswap.sites.site import Site
 
 
 def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
-    """Plan to fold the norms, with a multiplier of 1 per branch and a bias of 0 before each layer.
+    """Return the plan of Fixup.
+
+    The norms are folded. A multiplier of 1 ends each residual branch, and a scalar bias of 0 stands
+    before each layer and activation.
 
     Args:
         anatomy: The recorded network.
@@ -70,7 +73,7 @@ def _place_scales(builder: PlanBuilder) -> None:
             builder.notes.append(f"{block.path} keeps its scalar")
         else:
             # An activation after the sum needs a scalar bias before it, which the multiplier has.
-            place_scale(builder, block.tail, 1.0, block.order == "post")
+            place_scale(builder, block.tail, alpha=1.0, bias=block.order == "post")
 
 
 def _shift_layers(builder: PlanBuilder) -> None:
@@ -125,7 +128,8 @@ def _drop_channel_biases(builder: PlanBuilder) -> None:
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
     for path, linear in builder.linears.items():
-        if path != anatomy.classifier and not f"{path}.".startswith(gates):
+        is_in_gate = f"{path}.".startswith(gates)
+        if path != anatomy.classifier and not is_in_gate:
             linear.extra["bias"] = "drop"
 
     # A norm that no layer takes in leaves a scale and shift, which give way to the scalar bias.
@@ -137,7 +141,7 @@ def _drop_channel_biases(builder: PlanBuilder) -> None:
 
 
 def _before_activation(builder: PlanBuilder, site: Site) -> bool:
-    """Whether only activations read the module's output, directly or through identities.
+    """Whether only activations read a module's output, directly or through identities.
 
     An activation that the module applies itself counts, too.
     """

@@ -15,20 +15,26 @@ from normswap.plan import AbsorbMode, Absorption, Body, Edit, Outcome
 
 
 def plan(anatomy: Anatomy, *, branches: str = "merge") -> PlanBuilder:
-    """Plan to fold every norm into the layers beside it, which is the canonical form.
+    """Return the plan that folds every norm into the layers beside it.
 
     Args:
         anatomy: The recorded network.
-        branches: `merge` or `keep`. It is not read here: a later step merges summed branches.
+        branches: `merge` or `keep`. It is not read here. With `merge`, one more step of the
+            conversion merges branches that are summed (`plan_merged`).
     """
     builder = fold_norms(anatomy)
+    # LayerNorms and RMSNorms stay, but their gamma and beta move into the linear layers after them.
+    # A LayerScale moves into the linear layer before it.
     norm_affine.move(builder)
     norm_affine.move_layer_scales(builder)
     return builder
 
 
 def plan_merged(anatomy: Anatomy) -> PlanBuilder:
-    """Plan one convolution in place of summed branches (`folding.branches`)."""
+    """Return the plan that merges parallel branches which are summed into one convolution.
+
+    The plan has no edits if the network has no branches that can be merged (`folding.branches`).
+    """
     builder = PlanBuilder(anatomy)
     # The convolution into which each other branch is merged, by that branch's path.
     into: dict[str, str] = {}

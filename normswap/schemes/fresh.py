@@ -21,7 +21,7 @@ _IDENTITY = Outcome("become the identity", "becomes the identity, whatever its n
 
 
 def without_norms(anatomy: Anatomy) -> PlanBuilder:
-    """Plan that every BatchNorm becomes the identity, and that every convolution has a bias.
+    """Return the plan that makes every BatchNorm the identity, and gives each convolution a bias.
 
     Raises:
         RefusedError: The network has no residual blocks, or the last layer of a branch is all 0.
@@ -34,6 +34,7 @@ def without_norms(anatomy: Anatomy) -> PlanBuilder:
     norms = {norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called}
     for linear in builder.linears.values():
         linear.reads = [read for read in linear.reads if read[0] not in norms]
+    # A norm that was refused, or that does not take part, has no outcome.
     for path in sorted(norms & builder.outcomes.keys()):
         _remove(builder, path)
         builder.settle(path, _IDENTITY)
@@ -62,6 +63,7 @@ def _check_weights(builder: PlanBuilder, block: Block) -> None:
     try:
         path, _ = last_linear(builder, block.branch, block.total)
     except NotFoldable:
+        # No linear layer is known to end the branch, so there is no weight to look at.
         return
     if not builder.traced.linear(path).weight.any():
         raise RefusedError(
@@ -74,8 +76,8 @@ def _check_weights(builder: PlanBuilder, block: Block) -> None:
 def scale_readers(builder: PlanBuilder, node: fx.Node, factor: float) -> None:
     """Plan that all readers of a residual sum, except further sums, read it times a factor.
 
-    The factor stands where a norm or an identity stood before the activation, or behind the
-    activation, which passes a positive factor.
+    A reader is a norm that the plan removes, or an activation f with f(c x) = c f(x). The factor
+    takes the place of the norm, or stands behind the activation.
 
     Args:
         builder: The plan in the making.
@@ -96,7 +98,7 @@ def scale_readers(builder: PlanBuilder, node: fx.Node, factor: float) -> None:
             raise NotFoldable(f"{name(reader)} reads the residual stream, and can hold no factor")
         # A factor of 1 needs no layer.
         if factor != 1:
-            place_scale(builder, path, factor, False, layer="FixedScale")
+            place_scale(builder, path, alpha=factor, bias=False, layer="FixedScale")
 
 
 def _passes(builder: PlanBuilder, path: str) -> bool:

@@ -18,7 +18,9 @@ from normswap.sites.site import Site
 
 
 def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
-    """Plan a GroupNorm of one group for every BatchNorm: LayerNorm over channels and positions.
+    """Return the plan that places a GroupNorm of one group where every BatchNorm stands.
+
+    With one group it is a LayerNorm over channels and positions.
 
     Args:
         anatomy: The recorded network.
@@ -28,10 +30,11 @@ def plan_layernorm(anatomy: Anatomy, *, relative_eps: float) -> PlanBuilder:
 
 
 def plan_instancenorm(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm per channel and sample in place of every BatchNorm.
+    """Return the plan that places an InstanceNorm where every BatchNorm stands.
 
-    The norm erases the mean and the size of each channel. If channels have one element, it would
-    erase them altogether, so such networks are refused.
+    An InstanceNorm normalizes each channel of each sample by itself, so it erases the mean and the
+    size of the channel. A channel of one element would be erased altogether, so a network with such
+    a norm is refused.
     """
     return plan(anatomy, channelwise=True, groups=0, group_size=1, relative_eps=0.0)
 
@@ -69,7 +72,7 @@ def plan(
     group_size: int,
     relative_eps: float,
 ) -> PlanBuilder:
-    """Plan a GroupNorm in place of every BatchNorm.
+    """Return the plan that places a GroupNorm where every BatchNorm stands.
 
     Args:
         anatomy: The recorded network.
@@ -83,22 +86,21 @@ def plan(
             is divided by.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
-    # The number of groups of each norm, by path.
     counts: dict[str, int] = {}
     for path, site in norms.items():
-        channels = site.channels
-        if site.sees_one_value and (channels == 1 or channelwise):
-            # A map has more values per channel if the inputs are larger. A row has always one.
-            why = f"{channels} groups of {channels} channels: a group of one element erases it"
-            larger = "" if site.reads_rows else "give larger inputs, or "
-            builder.refusals[path] = f"{why}; {larger}leave it out with `{spelled('skip')}`"
+        if site.sees_one_value and (site.channels == 1 or channelwise):
+            builder.refusals[path] = _refusal_of_one_element(site)
+        elif channelwise:
+            counts[path] = site.channels
         else:
-            number = max(channels // group_size, 1) if group_size else groups
-            counts[path] = channels if channelwise else _count(builder, path, channels, number)
+            wanted = max(site.channels // group_size, 1) if group_size else groups
+            counts[path] = _count(builder, path, site.channels, wanted)
 
+    # A plan with refusals is not carried out, so it needs no edits.
     if builder.refusals:
         return builder
 
+    # A norm whose groups have one channel each keeps the BatchNorm's eps.
     large_eps: dict[str, float] = {}
     if relative_eps:
         grouped = [path for path in counts if counts[path] < norms[path].channels]
@@ -107,10 +109,8 @@ def plan(
     for path, count in counts.items():
         channels = norms[path].channels
         args: Body = {"groups": count}
-        sentence = (
-            f"statistics per sample over {count} group{'s' * (count > 1)} of {channels // count}"
-            " channels"
-        )
+        groups_text = "1 group" if count == 1 else f"{count} groups"
+        sentence = f"statistics per sample over {groups_text} of {channels // count} channels"
 
         if path in large_eps:
             # The channels are rescaled by the convolution before the norm. If that cannot absorb a
@@ -121,24 +121,36 @@ def plan(
                 args["lead"] = True
                 sentence += ", behind a scale and shift"
             else:
-                builder.replacements[conv] = Edit(conv, "Rescaled", {"groups": count}, (path,))
+                builder.replacements[conv] = Edit(
+                    conv, "Rescaled", {"groups": count}, reads=(path,)
+                )
 
         builder.replace(path, "GroupNorm", **args)
         builder.settle(path, Outcome("became GroupNorm", sentence))
 
     if large_eps:
-        share = relative_eps / (1 + relative_eps)
-        what = (
-            f"eps is {relative_eps:g} times the mean variance, so {share:.0%} of variance + eps is"
-            " constant"
-        )
-        builder.notes.append(
-            f"{what}, and {1 - share:.0%} of a small difference between the deviations of samples"
-            f" is removed; `{spelled('relative_eps', 0)}` is the plain norm, which removes all of"
-            " it and keeps less"
-        )
-
+        builder.notes.append(_note_on_eps(relative_eps))
     return builder
+
+
+def _refusal_of_one_element(norm: Site) -> str:
+    """Return why a norm cannot be replaced if each of its groups would have a single element."""
+    channels = norm.channels
+    why = f"{channels} groups of {channels} channels: a group of one element erases it"
+    # A map has more values per channel if the inputs are larger. A row has always one.
+    larger = "" if norm.reads_rows else "give larger inputs, or "
+    return f"{why}; {larger}leave it out with `{spelled('skip')}`"
+
+
+def _note_on_eps(relative_eps: float) -> str:
+    """Return the sentence that tells the user what an eps of `relative_eps` mean variances does."""
+    share = relative_eps / (1 + relative_eps)
+    return (
+        f"eps is {relative_eps:g} times the mean variance, so {share:.0%} of variance + eps is"
+        f" constant, and {1 - share:.0%} of a small difference between the deviations of samples"
+        f" is removed; `{spelled('relative_eps', 0)}` is the plain norm, which removes all of"
+        " it and keeps less"
+    )
 
 
 def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
@@ -152,7 +164,8 @@ def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     """
     # Groups of one channel would erase each channel's mean, so they are made larger.
     count = nearest_divisor(channels, groups)
-    if count == channels > 1:
+    has_groups_of_one = count == channels
+    if has_groups_of_one and channels > 1:
         count = nearest_divisor(channels, channels // 2)
         size = channels // count
         builder.notes.append(

@@ -29,7 +29,9 @@ ALPHA = 0.2
 
 
 def plan_start(anatomy: Anatomy) -> PlanBuilder:
-    """Plan the blocks of a fresh normalizer-free network. Its filters are not planned here.
+    """Return the plan of a fresh normalizer-free network, except for its filters.
+
+    It removes the norms, and places factors and a scalar in each residual block.
 
     Args:
         anatomy: The recorded network, whose blocks are pre-activation ones.
@@ -55,8 +57,10 @@ def plan_start(anatomy: Anatomy) -> PlanBuilder:
             except NotFoldable as why:
                 builder.refusals[block.path] = str(why)
 
-        # beta^2 of the next block. A block that `only` or `skip` leaves out adds to it as well.
-        variance = (1.0 if block.skip == "projection" else variance) + ALPHA**2
+        # beta^2 of the next block. A skip with a convolution has variance 1 again, and each branch
+        # adds alpha^2, also in a block that `only` or `skip` leaves out.
+        skip_variance = 1.0 if block.skip == "projection" else variance
+        variance = skip_variance + ALPHA**2
         stream = block.total
 
     return builder
@@ -112,8 +116,9 @@ def gamma_before(builder: PlanBuilder, path: str) -> float:
         if not (is_pooled or builder.is_identity(node)):
             # A layer without parameters, such as a SiLU, is taken for an activation. Any other
             # layer, or another function than ReLU, is taken for none.
-            has_none = site is not None and not list(nn.Module.parameters(site.module))
-            return gamma(site.module) if site is not None and has_none else 1.0
+            if site is not None and not list(nn.Module.parameters(site.module)):
+                return gamma(site.module)
+            return 1.0
         node = traced.main_input(node)
     return 1.0
 
@@ -121,13 +126,17 @@ def gamma_before(builder: PlanBuilder, path: str) -> float:
 def gamma(activation: nn.Module) -> float:
     """Return 1 / the standard deviation of act(z) for z of N(0, 1), which is 1.7128585504 for ReLU.
 
-    The integrals are sums of integrals from one whole number to the next, because usual activations
-    have their kinks at whole numbers.
+    The mean and variance are integrals over z, weighted by the density of N(0, 1). Each is a sum of
+    integrals from one whole number to the next, because usual activations have their kinks at whole
+    numbers.
     """
+    # Gauss-Legendre quadrature in each of the intervals [-12, -11], ..., [11, 12]. Outside of them
+    # the density is below 1e-31.
     points, weights = np.polynomial.legendre.leggauss(20)
     starts = np.arange(-12, 12)
     z = torch.from_numpy((starts[:, None] + (points + 1) / 2).ravel())
     density = torch.exp(-z.square() / 2) / math.sqrt(2 * math.pi)
+    # The points are of [-1, 1], so an interval of length 1 has half of their weights.
     weight = density * torch.from_numpy(np.tile(weights / 2, len(starts)))
 
     with torch.no_grad():

@@ -12,6 +12,7 @@ statistics depend on how the norm was folded:
 
 import math
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from normswap.sites.site import Site, site_of
 
 
 def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBuilder:
-    """Plan a BatchNorm wherever a norm stands or stood.
+    """Return the plan that places a BatchNorm wherever a norm stands or stood.
 
     Args:
         anatomy: The recorded network.
@@ -64,8 +65,9 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
             becomes_torchs_own = bool(dims) and module.act is None
             has_same_ghosts = module.ghost == ghost_batch and not becomes_torchs_own
 
-        of_batch = site.statistics_in_training is Statistics.BATCH and not site.is_registered
-        if has_same_ghosts and of_batch:
+        # A registered norm is of another library's class, so it is replaced.
+        uses_batch = site.statistics_in_training is Statistics.BATCH
+        if has_same_ghosts and uses_batch and not site.is_registered:
             builder.settle(path, KEPT)
         else:
             settings = _settings(anatomy, anatomy.original_path(path))
@@ -77,7 +79,7 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
 
 
 def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a norm of constants wherever a norm stands or stood.
+    """Return the plan that places a norm of constants wherever a norm stands or stood.
 
     The new norm is a `FrozenBatchNorm2d`, or timm's class if the norm has an activation.
     """
@@ -94,7 +96,7 @@ def plan_frozen(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_affine(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a learnable scale and shift in place of every norm.
+    """Return the plan that places a learnable scale and shift wherever a norm stands or stood.
 
     They start as the map that the norm computes in eval mode.
     """
@@ -108,7 +110,7 @@ def plan_affine(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_tune(anatomy: Anatomy) -> PlanBuilder:
-    """Plan that the gamma of each norm scales the weight of the convolution before it.
+    """Return the plan in which each norm's gamma scales the weight of the convolution before it.
 
     The gamma still learns, and the weight is scaled anew in each forward:
     W' = gamma / sqrt(var + eps) W and b' = beta + gamma / sqrt(var + eps) (b - mean). A norm that
@@ -185,7 +187,7 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
     """Plan a layer at every place that has, or had, a norm.
 
     Args:
-        anatomy: The recorded network. Everything but its BatchNorms is folded.
+        anatomy: The recorded network. What can fold is folded, except its BatchNorms.
         layer: The class of the new layer, by name.
         keep: Plans what becomes of a BatchNorm that still stands. It is called with the plan in the
             making and the norm's site.
@@ -221,19 +223,24 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> Pl
             keep(builder, site)
 
     if not living and not lost and not builder.refusals:
-        require_no_tokenwise_norms(anatomy, "no statistics are known")
-        why = "the network has no BatchNorm, and was not converted from one that had"
-        if anatomy.provenance.original_paths:
-            why = "a conversion replaced its BatchNorms by norms that keep none"
-        if anatomy.refused_norms:
-            why += f"; {anatomy.refused_norms}"
-        measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
-        remedy = f"{measuring} measures some (images, no labels needed)"
-        raise RefusedError("no statistics are known", why, remedy)
+        _refuse_without_statistics(anatomy)
 
     for path in lost:
         _restore(builder, path, layer, {**args, **_settings(anatomy, path)})
     return builder
+
+
+def _refuse_without_statistics(anatomy: Anatomy) -> NoReturn:
+    """Raise the RefusedError for a network that has no BatchNorm and no record of one."""
+    require_no_tokenwise_norms(anatomy, "no statistics are known")
+    why = "the network has no BatchNorm, and was not converted from one that had"
+    if anatomy.provenance.original_paths:
+        why = "a conversion replaced its BatchNorms by norms that keep none"
+    if anatomy.refused_norms:
+        why += f"; {anatomy.refused_norms}"
+    measuring = f"'{spelled('to', 'batchnorm')}' with '{spelled('calibrate', metavar='DATA')}'"
+    remedy = f"{measuring} measures some (images, no labels needed)"
+    raise RefusedError("no statistics are known", why, remedy)
 
 
 def dimensions(anatomy: Anatomy, path: str) -> Body:
@@ -246,8 +253,11 @@ def dimensions(anatomy: Anatomy, path: str) -> Body:
     counts: set[int] = set()
     for call in anatomy.traced.calls.get(id(module), ()):
         shape = call.meta.get("shape")
+        # 0 stands for a value that is no single tensor. torch has no BatchNorm for it.
         counts.add(len(shape) if isinstance(shape, torch.Size) else 0)
-    if len(counts) != 1 or not counts <= OF_TORCH.keys():
+
+    has_one_number = len(counts) == 1
+    if not has_one_number or not counts <= OF_TORCH.keys():
         return {}
     return {"dims": counts.pop()}
 
@@ -279,11 +289,14 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         layer: The class of the new layer, by name.
         args: The arguments of the new layer.
     """
-    # With `dims` a `SiteNorm` becomes torch's own BatchNorm, which has no ghost batches.
+    # With `dims` a `SiteNorm` becomes torch's own BatchNorm. That has no ghost batches, so a norm
+    # with ghost batches gets no `dims`.
     path = builder.anatomy.current_path(original)
     if layer == SiteNorm.__name__ and not args.get("ghost"):
         args = {**args, **dimensions(builder.anatomy, path)}
 
+    # A layer that forward does not call is no place for a norm, unless it is the placeholder of a
+    # removed norm.
     old = builder.traced.modules.get(path)
     if old is None or (id(old) not in builder.traced.calls and not isinstance(old, Vacant)):
         builder.notes.append(f"{path}: there is no place for its norm any more")
@@ -291,8 +304,8 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
 
     # A new norm can stand where no layer will be left, or in place of an affine map that a norm
     # left. Any other layer stays.
-    removed = builder.is_removed(path, old)
-    if not removed and not _stands_for_a_norm(old):
+    becomes_free = builder.is_removed(path, old)
+    if not becomes_free and not _stands_for_a_norm(old):
         builder.notes.append(
             f"{path} stays a {type(old).__name__}: {builder.outcomes.get(path, 'it is in use')}"
         )
@@ -300,12 +313,12 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
 
     # A layer that keeps a norm's statistics gives them to the new norm. Any other new norm gets its
     # statistics from the record of the norm that is gone.
-    if site_of(old).holds_statistics and not removed:
+    if site_of(old).holds_statistics and not becomes_free:
         builder.replace(path, layer, **args)
         builder.settle(path, KEEPS_STATISTICS)
         return
 
-    mean, std = moments(builder.anatomy, original, at_input=not removed)
+    mean, std = moments(builder.anatomy, original, at_input=not becomes_free)
     builder.replace(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
     builder.settle(
         path, Outcome("norms from the statistics kept", "gets a norm from the statistics kept")
@@ -323,16 +336,20 @@ def _ways(edit: Edit) -> list[tuple[str, AbsorbMode]]:
 
 
 def moments(anatomy: Anatomy, path: str, *, at_input: bool) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation per channel of the values where a norm once stood, each (C,).
+    """Return mean and standard deviation per channel of the values where a norm once stood.
 
-    They are those of the norm's input or of its output, depending on how the norm was folded (see
-    the head of this file).
+    If the norm was folded into the layer before it, its place now has the values that were its
+    output. If it was folded into the layer after it, or left a scale or shift, its place still has
+    the values that were its input.
 
     Args:
         anatomy: The recorded network.
         path: The path of the norm in the network that it was converted from.
         at_input: Whether the norm left a scale or shift in its place, which reads what the norm
             read.
+
+    Returns:
+        Mean and deviation, (C,) each, in float64.
     """
     record = anatomy.provenance
     mean, var = (record.norms[f"{path}.running_{name}"].double() for name in ("mean", "var"))

@@ -37,10 +37,10 @@ _OPACUS_LAYERS: dict[type[nn.Module], str] = {
 
 
 def plan_federated(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a learnable scale in place of every buffer of fixed signs, and refuse some modules.
+    """Return the plan that makes a network fit for federated training.
 
-    Modules are refused that take statistics of the batch, or that hold buffers which training
-    changes, such as running statistics.
+    A buffer of fixed signs becomes a learnable scale. A module that takes statistics of the batch,
+    or that holds buffers which training changes, such as running statistics, is refused.
     """
     builder = PlanBuilder(anatomy)
     for path, module in anatomy.traced.modules.items():
@@ -52,9 +52,11 @@ def plan_federated(anatomy: Anatomy) -> PlanBuilder:
 
 
 def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
-    """Plan what `plan_federated` does, and that nothing writes into a learning layer's output.
+    """Return the plan that makes a network fit for training with Opacus.
 
-    Layers are refused of which Opacus has no gradients per sample, or that learn and hold buffers.
+    It has the edits and refusals of `plan_federated`. In addition, nothing may write in place into
+    the output of a layer that learns. A layer is refused if Opacus cannot compute its gradients per
+    sample, or if it learns and holds buffers.
     """
     builder = plan_federated(anatomy)
     traced = anatomy.traced
@@ -84,7 +86,8 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
         model: The network, in training mode.
 
     Returns:
-        One reason for each layer. The result is empty if Opacus is not installed.
+        One reason for each layer. The path is empty for a reason that concerns the whole network.
+        The dict is empty if Opacus refuses nothing, or is not installed.
     """
     try:
         validators = importlib.import_module("opacus.validators")
@@ -166,16 +169,20 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     """Plan a copy of the output of a layer that learns, if `node` writes into that output."""
     # A writer that is planned to work out of place changes nothing.
     traced = builder.traced
-    writer = builder.replacements.get(str(node.target)) if node.op == "call_module" else None
-    if writer is not None and writer.layer == "OutOfPlace":
-        return
+    if node.op == "call_module":
+        planned = builder.replacements.get(str(node.target))
+        if planned is not None and planned.layer == "OutOfPlace":
+            return
 
     # A view shares the memory of what it looks at, so the layer is looked for behind all views.
     value = inputs(node)[0]
     while not _learning_owners(traced, value) and shares(traced, value) and inputs(value):
         value = inputs(value)[0]
     owners = _learning_owners(traced, value)
-    if not owners or any(isinstance(traced.modules[p], Copy) for p in traced.outputs[value]):
+    if not owners:
+        return
+    # An earlier conversion may have placed the copy already.
+    if any(isinstance(traced.modules[path], Copy) for path in traced.outputs[value]):
         return
 
     # The copy stands behind the outermost layer that returns the value.

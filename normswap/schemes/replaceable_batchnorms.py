@@ -63,8 +63,8 @@ def replaceable_batchnorms(
 def conv_before(builder: PlanBuilder, norm: Site) -> str | None:
     """Return the path of the convolution before a norm, if it can absorb a scale and shift.
 
-    Only this norm may read the convolution's output, and the plan must not change the convolution
-    already. Otherwise None is returned.
+    None is returned if it cannot, if more than this norm reads its output, or if the plan already
+    changes the convolution.
     """
     # `producers` returns the channels that each layer before the norm makes. None means all of
     # them, so the layer at `path` must be the only one.
@@ -82,9 +82,9 @@ def conv_before(builder: PlanBuilder, norm: Site) -> str | None:
 def readers(
     builder: PlanBuilder, node: fx.Node, passes: Callable[[fx.Node], bool]
 ) -> Iterator[fx.Node]:
-    """Return the nodes that read the value of `node`, each once.
+    """Yield the nodes that read the value of `node`, each once.
 
-    A node for which `passes` is true hands the value on, so its readers are asked instead.
+    A reader for which `passes` is true hands the value on, so its own readers are yielded, too.
     """
     users = builder.traced.users
     met: set[fx.Node] = set()

@@ -50,7 +50,9 @@ LARGEST = 2.0**15
 
 
 def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> PlanBuilder:
-    """Plan the folded network with blocks y = a x + b f(x), with a rule's factors a and b.
+    """Return the plan that folds the norms and makes each residual block y = a x + b f(x).
+
+    A rule gives the constants a and b of each block.
 
     Args:
         anatomy: The recorded network.
@@ -68,17 +70,18 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
         raise OptionError(
             f"{spelled('factor', factor)} goes with {spelled('rule', ' or '.join(_WITH_NUMBER))}"
         )
-    given = {} if factor == "rule" else {"factor": float(factor)}
+    # Without a given factor, a rule that takes one uses its default.
+    factor_argument = {} if factor == "rule" else {"factor": float(factor)}
 
     depth = len(anatomy.blocks)
-    factors = [RULES[rule](block, depth, **given) for block in range(1, depth + 1)]
+    factors = [RULES[rule](block, depth, **factor_argument) for block in range(1, depth + 1)]
     resets = init == "reset"
     builder = without_norms(anatomy) if resets else fold_norms(anatomy)
     scalars: list[tuple[str, float]] = []
 
-    # Where a block's skip cannot hold its factor a, the stream behind the block's sum is divided by
-    # a instead. These are the factors by which it is divided so far, at each sum.
-    owed: dict[fx.Node, float] = {}
+    # If a block's skip cannot hold its factor a, the residual stream is divided by a from the
+    # block's sum on. For each such sum, this is the number by which the stream is divided there.
+    divisors: dict[fx.Node, float] = {}
     for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
         if not anatomy.takes_part(block.path):
             continue
@@ -86,12 +89,12 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
         try:
             with attempt(builder):
                 scale = _scale_freely if resets else _scale
-                scalars += scale(builder, block, a, b, owed)
+                scalars += scale(builder, block, a, b, divisors)
         except NotFoldable as why:
             builder.refusals[block.path] = str(why)
 
     if resets:
-        _pay(builder, owed)
+        _multiply_readers(builder, divisors)
 
     # A plan with refusals is not carried out, so its scalars need no place.
     if builder.refusals:
@@ -102,25 +105,25 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
 
 
 def _scale(
-    builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
+    builder: PlanBuilder, block: Block, a: float, b: float, divisors: dict[fx.Node, float]
 ) -> list[tuple[str, float]]:
-    """Plan that weights are divided by a block's factors, and return the factors.
+    """Plan that weights are divided by the factors that a block gets, so that its function is kept.
 
     Args:
         builder: The plan in the making.
         block: The block.
         a: The factor of the skip.
         b: The factor of the branch.
-        owed: The factor by which the residual stream is divided, at each sum so far. If the skip
-            cannot hold a, the block's sum is added.
+        divisors: The number by which the residual stream is divided, at each sum so far. If the
+            skip cannot hold a, the block's sum is added.
 
     Returns:
-        The paths at which factors are to be placed, and their values.
+        The factors that are still to be placed: (path, value) for each.
 
     Raises:
         NotFoldable: A factor has no place, or cannot pass.
     """
-    # The skip needs no factor.
+    # With a = 1 only the branch gets a factor, b. So its last weights are divided by b.
     tail = _tail(builder, block)
     if a == 1:
         enlarge(builder, block.branch, 1 / b, {block.total})
@@ -130,8 +133,8 @@ def _scale(
     # divided by all factors a so far.
     after_sum = _after_sum(builder, block)
     if after_sum is None:
-        owed[block.total] = a * _owed_before(builder, block, owed)
-        b /= owed[block.total]
+        divisors[block.total] = a * _divisor_of_skip(builder, block, divisors)
+        b /= divisors[block.total]
         if b > LARGEST:
             raise NotFoldable(
                 f"its skip cannot hold a factor, and {b:.1e} on its branch leaves half precision"
@@ -141,9 +144,9 @@ def _scale(
 
     # The activation after the sum holds a: a act(x + (b / a) f) = act(a x + b f). So the branch
     # gets b / a. The weights before the two factors are divided by them.
-    act, path = after_sum
+    activation, path = after_sum
     enlarge(builder, block.branch, a / b, {block.total})
-    enlarge(builder, act, 1 / a, set(builder.traced.users[act]))
+    enlarge(builder, activation, 1 / a, set(builder.traced.users[activation]))
 
     return [(tail, b / a), (path, a)]
 
@@ -164,47 +167,49 @@ def _tail(builder: PlanBuilder, block: Block) -> str:
 
 
 def _scale_freely(
-    builder: PlanBuilder, block: Block, a: float, b: float, owed: dict[fx.Node, float]
+    builder: PlanBuilder, block: Block, a: float, b: float, divisors: dict[fx.Node, float]
 ) -> list[tuple[str, float]]:
-    """Return the paths at which factors of a block are to be placed, and their values.
-
-    The weights are not divided by the factors, as they are in `_scale`.
+    """Return the factors of a block of a fresh network, whose weights are not divided by them.
 
     Args:
         builder: The plan in the making.
         block: The block.
         a: The factor of the skip.
         b: The factor of the branch.
-        owed: The factor by which the residual stream is divided, at each sum so far. The block's
-            sum is added.
+        divisors: The number by which the residual stream is divided, at each sum so far. The
+            block's sum is added.
+
+    Returns:
+        The factors that are to be placed: (path, value) for each.
 
     Raises:
         NotFoldable: A factor has no place, or is too large.
     """
     tail = _tail(builder, block)
-    divided = _owed_before(builder, block, owed)
-    on_branch = b / (a * divided)
+    divisor = _divisor_of_skip(builder, block, divisors)
+    on_branch = b / (a * divisor)
     if on_branch > LARGEST:
         raise NotFoldable(f"a factor of {on_branch:.1e} on its branch leaves half precision")
 
     # A module after the sum holds a, or the stream is divided by a from here on.
     after_sum = _after_sum(builder, block) if a != 1 else None
     if after_sum is not None:
-        owed[block.total] = divided
-        return [(tail, on_branch), (after_sum[1], a)]
-    owed[block.total] = a * divided
+        _, path = after_sum
+        divisors[block.total] = divisor
+        return [(tail, on_branch), (path, a)]
+    divisors[block.total] = a * divisor
     return [(tail, on_branch)]
 
 
-def _pay(builder: PlanBuilder, owed: dict[fx.Node, float]) -> None:
-    """Plan a factor for each reader of a divided sum, which undoes the division.
+def _multiply_readers(builder: PlanBuilder, divisors: dict[fx.Node, float]) -> None:
+    """Plan that each reader of a divided residual sum multiplies the sum by its divisor again.
 
     Args:
         builder: The plan in the making.
-        owed: The factor by which the residual stream is divided, at each sum.
+        divisors: The number by which the residual stream is divided, at each sum.
     """
     for block in builder.anatomy.included_blocks:
-        factor = owed.get(block.total, 1.0)
+        factor = divisors.get(block.total, 1.0)
         if factor == 1:
             continue
         try:
@@ -213,37 +218,38 @@ def _pay(builder: PlanBuilder, owed: dict[fx.Node, float]) -> None:
             builder.refusals[block.path] = str(why)
 
 
-def _owed_before(builder: PlanBuilder, block: Block, owed: dict[fx.Node, float]) -> float:
-    """Return the factor by which the value that a block's skip adds is divided.
+def _divisor_of_skip(builder: PlanBuilder, block: Block, divisors: dict[fx.Node, float]) -> float:
+    """Return the number by which the value is divided that a block's skip adds.
 
     It is 1 if no sum above is divided, or if a convolution stands between that sum and the block's.
 
     Args:
         builder: The plan in the making.
         block: The block.
-        owed: The factor by which the stream is divided, at each sum so far.
+        divisors: The number by which the residual stream is divided, at each sum so far.
     """
     # The search goes up the skip, which is the term of the sum that is not the branch.
     node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
-    while node is not None and node not in owed and propagates_scale(builder, node):
+    while node is not None and node not in divisors and propagates_scale(builder, node):
         node = builder.traced.main_input(node)
     if node is None:
         return 1.0
-    return owed.get(node, 1.0)
+    return divisors.get(node, 1.0)
 
 
 def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None:
-    """Return the activation after a block's sum, and the path for a factor of its output.
+    """Return the node of the activation after a block's sum, and the path for a factor behind it.
 
     None is returned if no module there can hold the factor.
 
     Raises:
-        NotFoldable: The activation lets no factor pass.
+        NotFoldable: No factor can pass the activation, f(c x) = c f(x).
     """
     traced = builder.traced
     users = traced.users[block.total]
 
-    # Only a module that is called once, such as a ReLU, can hold the factor: act(a x) = a act(x).
+    # Only a module that alone reads the sum and is called once, such as a ReLU, can hold the
+    # factor: act(a x) = a act(x).
     module = traced.module(users[0]) if len(users) == 1 else None
     if module is None or not is_homogeneous(module) or traced.called(module) > 1:
         if block.order == "post" and not propagates_scale(builder, users[0]):

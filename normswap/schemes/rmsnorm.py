@@ -21,7 +21,14 @@ from normswap.sites.site import Site
 
 
 def plan(anatomy: Anatomy) -> PlanBuilder:
-    """Plan an RMSNorm in place of every LayerNorm."""
+    """Return the plan that places an RMSNorm where every LayerNorm stands.
+
+    So that the function is kept, the linear layers and embeddings that write to the residual stream
+    are centred: the mean over the channels is subtracted from what they add.
+
+    Raises:
+        RefusedError: The network has no LayerNorm.
+    """
     norms: dict[str, Site] = {}
     for path, site in norm_affine.foldable_norms(anatomy).items():
         if site.is_layernorm:
@@ -79,7 +86,7 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
         builder.notes.append(f"{path} reads {features}: these lose their mean, too")
 
     builder.replace(path, "RMSNorm")
-    builder.settle(path, _becomes_one())
+    builder.settle(path, _rmsnorm_outcome())
     # If the norm has a beta, it moves into the linear layers that read the norm, or else it stays.
     if getattr(norm.module, "bias", None) is None:
         return
@@ -88,11 +95,11 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
         readers = norm_affine.linear_readers(builder, builder.axes, norm)
     except NotFoldable as why:
         builder.replace(path, "RMSNorm", shift=True)
-        builder.settle(path, _becomes_one(f"its shift stays: {why}"))
+        builder.settle(path, _rmsnorm_outcome(f"its shift stays: {why}"))
     else:
         for reader in readers:
             builder.linear(reader).add(path, AbsorbMode.BEFORE_SHIFT)
-        builder.settle(path, _becomes_one(f"its shift moves to {', '.join(readers)}"))
+        builder.settle(path, _rmsnorm_outcome(f"its shift moves to {', '.join(readers)}"))
 
 
 def _add_stream(
@@ -121,6 +128,6 @@ def _add_stream(
         raise NotFoldable(f"its input must keep its mean: {why}") from None
 
 
-def _becomes_one(reason: str = "") -> Outcome:
+def _rmsnorm_outcome(reason: str = "") -> Outcome:
     """Return the outcome of a norm that becomes an RMSNorm. The reason says where its beta goes."""
     return Outcome("became RMSNorm", "becomes an RMSNorm", reason)

@@ -40,7 +40,7 @@ def no_tail(anatomy: Anatomy, block: Block) -> str:
 
 
 def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
-    """Plan a scalar at the end of each residual branch.
+    """Return the plan of SkipInit: the norms fold, and a scalar ends each residual branch.
 
     Args:
         anatomy: The recorded network.
@@ -51,11 +51,12 @@ def plan(anatomy: Anatomy, *, alpha: str | float) -> PlanBuilder:
 
 
 def plan_regularized(anatomy: Anatomy, *, alpha: str | float, dropout: float) -> PlanBuilder:
-    """Plan a scalar per branch, a scalar bias per sum, and dropout before the classifier.
+    """Return the plan of SkipInit with its regularizers.
 
-    The biases start at 0 and stand between a block's sum and the activation after it. A block
-    without that activation (pre-activation) gets none. Every convolution that has no bias gets one
-    of 0 per channel, also in a network that never had norms.
+    A scalar ends each residual branch. Each residual sum gets a scalar bias, and the classifier a
+    dropout before it. The biases start at 0 and stand between a block's sum and the activation
+    after it. A block without that activation (pre-activation) gets none. Every convolution that has
+    no bias gets one of 0 per channel, also in a network that never had norms.
 
     Args:
         anatomy: The recorded network.
@@ -75,11 +76,14 @@ def add_biases(builder: PlanBuilder) -> None:
     """
     traced = builder.traced
     for path in linear_paths(builder.anatomy):
+        # `linear_paths` has the fully connected layers, too. Only convolutions get a bias here.
         linear = traced.linear(path)
-        # A layer that absorbs a norm, or is scaled, gets a bias by that (`layers.folded`).
+        if linear.bias is not None or isinstance(linear, nn.Linear):
+            continue
+        # A layer that absorbs a norm, or whose output is multiplied by a factor, gets a bias when
+        # the plan is carried out (`layers.folded`).
         planned = builder.linears.get(path)
-        gets_one = planned is not None and (bool(planned.reads) or planned.gain != 1)
-        if linear.bias is not None or gets_one or isinstance(linear, nn.Linear):
+        if planned is not None and (planned.reads or planned.gain != 1):
             continue
 
         try:
@@ -144,34 +148,54 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             continue
 
         with_bias = bias and block.order == "post"
-        old = modules[block.tail]
-
         if block.tail in scaled:
             _rescale(builder, block.tail, value, with_bias)
             continue
 
-        # A branch without a learned scalar gets its own deviation as the first value.
-        if not _learns(old):
-            alpha = _normalize(builder, block)
-        # A learned scalar whose bias moves into the branch's last convolution gives its value on.
-        # The gamma of that convolution has learned too, so it is no longer the branch's deviation.
-        elif builder.removes(block.tail):
-            alpha = old.alpha.item()
-            _divide(builder, *last_linear(builder, block.branch, block.total), alpha)
-        # The bias cannot move, so the scalar stays, and an edit planned at its path is dropped.
-        else:
+        keeping_alpha = _divide_branch(builder, block, block.tail)
+        if keeping_alpha is None:
+            # The old scalar stays, so an edit that was planned at its path is dropped.
             builder.notes.append(
                 f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}"
             )
             builder.replacements.pop(block.tail, None)
             continue
 
-        # Without a given value, alpha undoes what was changed in the last convolution.
-        if value is not None:
-            alpha = value
+        alpha = keeping_alpha if value is None else value
         place_scale(builder, block.tail, alpha, with_bias)
 
     return builder
+
+
+def _divide_branch(builder: PlanBuilder, block: Block, tail: str) -> float | None:
+    """Plan that a branch's last convolution is divided, and return the alpha that makes up for it.
+
+    A scalar with this alpha at the end of the branch keeps the network's function.
+
+    Args:
+        builder: The plan in the making.
+        block: The residual block.
+        tail: The path at the end of its branch, where the new scalar is to stand.
+
+    Returns:
+        The alpha. None if a learned scalar stays at `tail` because it could not be folded. Nothing
+        is divided then.
+    """
+    old = builder.traced.modules[tail]
+
+    # A branch without a learned scalar is divided by the standard deviation of its output.
+    if not _learns(old):
+        return _normalize(builder, block)
+
+    # Folding has planned that the layers before the old scalar absorb it. The last convolution is
+    # divided by the old alpha again, which the new scalar gets. (The last gamma has learned too, so
+    # it no longer gives the deviation of the branch's output.)
+    if builder.removes(tail):
+        alpha = old.alpha.item()
+        _divide(builder, *last_linear(builder, block.branch, block.total), alpha)
+        return alpha
+
+    return None
 
 
 def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
@@ -230,28 +254,29 @@ def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -
     # An old bias that is not 0 must stay, because the network's function depends on it.
     bias = bias or (old.bias is not None and bool(old.bias.any()))
     if alpha != old.alpha.item() or bias != (old.bias is not None):
-        builder.replacements[path] = Edit(
-            path, "Scale", {"alpha": alpha, **({"bias": True} if bias else {})}
-        )
+        args: Body = {"alpha": alpha}
+        if bias:
+            args["bias"] = True
+        builder.replacements[path] = Edit(path, "Scale", args)
 
 
 def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
-    """Plan dropout with probability `p` before the classifier.
+    """Plan dropout with probability `p` before the classifier, and return the builder.
 
-    The network's own dropout before the classifier gets the probability. Without one, the
-    classifier is wrapped in a layer that drops its input (`Dropped`).
+    If the network has a dropout before the classifier, that dropout gets the probability. If it has
+    none, the classifier is wrapped in a layer that drops its input (`Dropped`).
 
     Raises:
         RefusedError: The network has no such dropout, and no classifier that can be wrapped.
     """
-    path = builder.anatomy.dropout
+    dropout_path = builder.anatomy.dropout
     classifier = builder.anatomy.classifier
     if classifier is not None and not builder.anatomy.takes_part(classifier):
         builder.notes.append(f"no dropout: {classifier} is to stay as it is")
         return builder
 
-    if path is not None:
-        builder.replace(path, "Dropout", p=p)
+    if dropout_path is not None:
+        builder.replace(dropout_path, "Dropout", p=p)
     elif classifier is not None and _can_be_wrapped(builder, classifier):
         builder.replace(classifier, "Dropped", p=p)
     else:
@@ -273,21 +298,23 @@ def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
 
 
 def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
-    """Set the dropout that an earlier conversion put before the classifier to 0.
+    """Plan probability 0 for the dropout before the classifier, if a conversion set it.
 
-    A dropout that no conversion changed stays.
+    A dropout that no conversion changed keeps its probability. The builder is returned.
     """
-    path = builder.anatomy.dropout
+    # The paths at which earlier conversions set a dropout. A `Dropped` holds the classifier, and
+    # the dropout before it as its attribute `dropout`.
     edits = builder.anatomy.provenance.plan.edits
     planned = {edit.path for edit in edits if edit.layer == Dropout.__name__}
-
-    # A `Dropped` holds the classifier, and the dropout before it as its attribute `dropout`.
     planned |= {f"{edit.path}.dropout" for edit in edits if edit.layer == Dropped.__name__}
+
+    path = builder.anatomy.dropout
     if path is not None and path in planned:
         owner, _, name = path.rpartition(".")
         # The dropout is a module with a probability `p`, or a number, such as `drop_rate`.
         dropout = getattr(builder.traced.modules[owner], name)
-        if getattr(dropout, "p", dropout):
+        probability = getattr(dropout, "p", dropout)
+        if probability:
             builder.replace(path, "Dropout", p=0.0)
             builder.notes.append(f"{path}: its dropout is 0 now")
 
@@ -297,11 +324,14 @@ def drop_no_more(builder: PlanBuilder) -> PlanBuilder:
 def place_scale(
     builder: PlanBuilder, path: str, alpha: float, bias: bool, layer: str = "Scale"
 ) -> None:
-    """Plan a scalar at a path, behind the module that stands there unless that is removed.
+    """Plan a scalar at a path.
+
+    The scalar stands behind the module that is at the path now. If the plan removes that module, or
+    if the module does nothing, the scalar takes its place.
 
     Args:
         builder: The plan in the making.
-        path: The path.
+        path: The path of a module.
         alpha: The first value of the scalar.
         bias: Whether the scalar has a bias.
         layer: The class of the scalar, by name.
@@ -332,11 +362,14 @@ def place_scale(
 
 
 def _normalize(builder: PlanBuilder, block: Block) -> float:
-    """Divide a branch's last convolution by the deviation of its output.
+    """Plan that a branch's last convolution is divided by the deviation of the branch's output.
+
+    The deviation is the standard deviation, as the norms' statistics give it.
 
     Returns:
-        The branch's alpha, which is that deviation. A branch whose last gamma and beta are 0 gets
-        gamma 1 and alpha 0. A branch that cannot be divided gets alpha 1 and a note.
+        The alpha that undoes the division: the deviation. If the branch's last gamma and beta are
+        0, gamma becomes 1 and alpha is 0. If the convolution cannot be divided, alpha is 1 and the
+        builder gets a note.
     """
     try:
         conv, readers = last_linear(builder, block.branch, block.total)
@@ -351,14 +384,16 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
 
     # With a last gamma and beta of 0, the folded convolution would be 0, and so would alpha. Then
     # neither would get a gradient. So the convolution absorbs the norm as if gamma were 1, beta 0.
-    last = (block.last or "", Absorption(AbsorbMode.AFTER))
-    if rms == 0 and not mean.any() and last in reads:
+    # A branch without a norm has "" for its path here, which no entry of `reads` has.
+    last_norm = (block.last or "", Absorption(AbsorbMode.AFTER))
+    if rms == 0 and not mean.any() and last_norm in reads:
         builder.notes.append(
             f"{block.path}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn"
         )
-        reads[reads.index(last)] = (last[0], Absorption(AbsorbMode.AFTER_UNIT))
+        reads[reads.index(last_norm)] = (last_norm[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
 
+    # An output that is constant, or has no finite deviation, gives no factor to divide by.
     if not math.isfinite(rms) or rms < 1e-12:
         builder.notes.append(
             f"{block.path}: its last layer stays as large as it is: its output does not vary"
@@ -375,8 +410,8 @@ def _divide(builder: PlanBuilder, conv: str, readers: Iterable[str], by: float) 
     Args:
         builder: The plan in the making.
         conv: The path of the convolution.
-        readers: The paths of the layers that read its output beside the sum. They multiply their
-            input by the factor.
+        readers: The paths of the other layers that read its output, such as those of a gate. They
+            multiply their input by the factor, so that they compute what they did.
         by: The factor.
     """
     builder.linear(conv).gain /= by
@@ -385,12 +420,12 @@ def _divide(builder: PlanBuilder, conv: str, readers: Iterable[str], by: float) 
 
 
 def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation per channel of a branch's output, before its gate.
+    """Return mean and standard deviation per channel of a branch's output, before its gate.
 
-    Both come from the norms around the branch's last convolution. A BatchNorm after the convolution
-    stores them. With a norm before the convolution (pre-activation) its inputs are taken for
-    independent, so that variances add up. Only the choice of alpha depends on this estimate, never
-    the function.
+    A BatchNorm after the branch's last convolution gives both by its beta and gamma. If a norm
+    stands before the convolution instead (pre-activation), the input channels are taken for
+    independent, so that their variances add up. Only the choice of alpha depends on this estimate,
+    never the network's function.
 
     Args:
         anatomy: The recorded network.
@@ -410,7 +445,8 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
             return moments
         node = traced.main_input(node)
 
-    # Without such a norm, the moments follow from those of the convolution's input.
+    # Without such a norm, the moments follow from those of the convolution's input. A weight that
+    # is computed in each forward, as by weight normalization, is read as a plain one.
     mean, variance = _input_moments(anatomy, call)
     linear = traced.linear(conv)
     if reparametrized.is_reparametrized(linear):
@@ -424,7 +460,7 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
 
 
 def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
-    """Return mean and variance per channel of a convolution's input.
+    """Return mean and variance per channel of a convolution's input, each (C,).
 
     They are known if the input is a norm's output, perhaps behind elementwise activations.
 
@@ -482,16 +518,22 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
 
 
 def norm_moments(anatomy: Anatomy, node: fx.Node) -> tuple[Tensor, Tensor] | None:
-    """Return mean and deviation per channel of a norm's output, before its activation.
+    """Return mean and standard deviation per channel of a norm's output, before its activation.
 
-    The norm is the one that the node calls, or that stood there before it was folded away. None is
-    returned if there is no such norm, or nothing is known of it.
+    Args:
+        anatomy: The recorded network.
+        node: A node that calls the norm, or that calls what stands in place of a folded norm.
+
+    Returns:
+        Mean and deviation, (C,) each. None if neither the network nor the record of its conversions
+        (`Provenance`) has statistics of such a norm.
     """
     site = anatomy.traced.site_at(node)
     if site is not None and site.has_moments:
         return site.output_moments
 
-    # A norm that is gone stood at the node's own path, or at the path of a module around it.
+    # A norm that is gone stood at the node's own path, or at the path of a module around it. The
+    # nearest path at which the record has a norm counts.
     paths = (str(node.target), *reversed(node.meta["inside"]))
     path = next((path for path in paths if path in anatomy.provenance.original_paths), None)
     return None if path is None else anatomy.kept_moments(path)

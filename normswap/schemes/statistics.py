@@ -37,12 +37,18 @@ MOMENTUM = 0.1
 
 
 def plan_measured(anatomy: Anatomy, *, where: str = "activation") -> PlanBuilder:
-    """Plan a BatchNorm after each convolution that `where` names (`norm_places`).
+    """Return the plan that places a BatchNorm after convolutions of a network without norms.
 
-    In a network without convolutions each hidden linear layer gets one.
+    In a network without convolutions each hidden linear layer gets one. `fit_measured` then
+    measures the statistics.
+
+    Args:
+        anatomy: The recorded network.
+        where: `activation` places a norm after each convolution whose values an activation reads
+            next. With `conv` another convolution or linear layer may read them instead.
 
     Raises:
-        RefusedError: There is no such layer.
+        RefusedError: The network has no place for a norm.
     """
     builder = PlanBuilder(anatomy)
     for path in norm_places(builder, where) or hidden_layers(builder):
@@ -78,13 +84,15 @@ def fit_measured(task: FitTask) -> tuple[str, ...]:
         A note that says how many norms and images there were.
     """
     assert task.batches is not None
-    norms = {path: norm for path, _, norm in _parts(task.result, task.step)}
+    norms = {path: norm for path, _, norm in _added_norms(task.result, task.step)}
     measured = channel_moments.measure(task.result, norms, task.batches, task.progress)
     measured.store(norms)
     for path in measured.moments:
         # The norm gets the network's mode, because a convolution that was merged from branches may
         # be in training mode by itself.
         norms[path].train(task.source.training)
+
+    # gamma = sqrt(var + eps) and beta = mean.
     settle_measured(task.source, task.result, task.step)
     return (f"the statistics of {len(norms)} norms were measured on {measured.images} images",)
 
@@ -99,13 +107,15 @@ def settle_measured(source: nn.Module, result: nn.Module, step: Step) -> None:
         result: The network with the norms, in the precision in which they are to be the identity.
         step: The step that placed the norms.
     """
-    for path, conv, norm in _parts(result, step):
+    for path, conv, norm in _added_norms(result, step):
         measured_norm.undo_after_conv(
             cast(_ConvNd | nn.Linear, source.get_submodule(path)), conv, norm
         )
 
 
-def _parts(result: nn.Module, step: Step) -> list[tuple[str, _ConvNd | nn.Linear, _BatchNorm]]:
+def _added_norms(
+    result: nn.Module, step: Step
+) -> list[tuple[str, _ConvNd | nn.Linear, _BatchNorm]]:
     """Return, for each norm that the step added, its path, the layer before it, and the norm."""
     chains = [(edit.path, cast(Chain, result.get_submodule(edit.path))) for edit in step.edits]
     return [
@@ -143,19 +153,23 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
         path = str(node.target)
         if not isinstance(conv, _ConvNd) or path in paths or not builder.anatomy.takes_part(path):
             continue
-        if not _goes_on(builder, node, linear=where == "conv"):
+        if not _reaches_activation(builder, node, linear=where == "conv"):
             continue
 
         shape = node.meta["shape"]
-        if not _can_be_followed(builder, path):
+        if not _can_precede_norm(builder, path):
             continue
-        if isinstance(shape, torch.Size) and prod(shape[2:]) > 1 and not _meets_norm(builder, node):
+        if (
+            isinstance(shape, torch.Size)
+            and prod(shape[2:]) > 1
+            and not _is_read_by_norm(builder, node)
+        ):
             paths.append(path)
 
     return paths
 
 
-def _can_be_followed(builder: PlanBuilder, path: str) -> bool:
+def _can_precede_norm(builder: PlanBuilder, path: str) -> bool:
     """Whether a norm can stand behind a layer. If none can, a note says why.
 
     Args:
@@ -197,15 +211,15 @@ def hidden_layers(builder: PlanBuilder) -> list[str]:
 
         # What reads the layer's value, directly or through identities such as dropout.
         reading = readers(builder, node, builder.is_identity)
-        activates = any(_bends(traced, reader) for reader in reading)
-        goes_on = any(traced.depends(later, on=node) for later in calls if later is not node)
+        activates = any(_is_activation(traced, reader) for reader in reading)
+        feeds_another = any(traced.depends(later, on=node) for later in calls if later is not node)
         is_flat = len(node.meta["shape"]) == 2
-        if activates and goes_on and is_flat and _can_be_followed(builder, path):
+        if activates and feeds_another and is_flat and _can_precede_norm(builder, path):
             paths.append(path)
     return paths
 
 
-def _bends(traced: Traced, node: fx.Node) -> bool:
+def _is_activation(traced: Traced, node: fx.Node) -> bool:
     """Whether a node is an activation. The functions sigmoid and tanh count, too."""
     module = traced.module(node)
     if module is not None:
@@ -214,7 +228,7 @@ def _bends(traced: Traced, node: fx.Node) -> bool:
     return is_activation_call(node.target) or name in ("sigmoid", "tanh")
 
 
-def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
+def _reaches_activation(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
     """Whether a convolution's values reach an activation past sums, products and similar steps.
 
     Identities, and steps that treat all channels alike (`channel_axes`), may stand between, too.
@@ -233,12 +247,12 @@ def _goes_on(builder: PlanBuilder, node: fx.Node, *, linear: bool) -> bool:
 
     reached = readers(builder, node, passes)
     return any(
-        _activates(traced, each) or (linear and isinstance(traced.module(each), LINEAR))
+        _is_hidden_activation(traced, each) or (linear and isinstance(traced.module(each), LINEAR))
         for each in reached
     )
 
 
-def _activates(traced: Traced, node: fx.Node) -> bool:
+def _is_hidden_activation(traced: Traced, node: fx.Node) -> bool:
     """Whether a node is an activation, or a product x g(x) such as x sigmoid(x).
 
     Activations that give probabilities (`_OF_OUTPUTS`) do not count.
@@ -249,7 +263,7 @@ def _activates(traced: Traced, node: fx.Node) -> bool:
     return is_activation_call(node.target) or (is_mul(node) and traced.main_input(node) is not None)
 
 
-def _meets_norm(builder: PlanBuilder, node: fx.Node) -> bool:
+def _is_read_by_norm(builder: PlanBuilder, node: fx.Node) -> bool:
     """Whether a norm reads the value of a node, directly or through identities."""
     reading = readers(builder, node, builder.is_identity)
     sites = [builder.traced.site_at(reader) for reader in reading]
@@ -270,7 +284,7 @@ def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
 
 
 def fit_estimate(task: FitTask) -> None:
-    """Fit each new BatchNorm to the norm that stood there, so that both agree on average.
+    """Fit each new BatchNorm to the norm that stood at its path, by least squares per channel.
 
     Args:
         task: The source, the result and the images.
@@ -288,7 +302,12 @@ def fit_estimate(task: FitTask) -> None:
 
 
 def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
-    """Plan no edit: `fit_recalibrate` sets the statistics, and the plan remembers `record`."""
+    """Return a plan without edits: `fit_recalibrate` sets the statistics of the BatchNorms.
+
+    Args:
+        anatomy: The recorded network.
+        record: The options of the recalibration. The step of the plan stores them.
+    """
     return PlanBuilder(anatomy)
 
 
