@@ -72,17 +72,19 @@ def endpoint() -> str:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Let no library ask the hub inside a `with` block. Whatever asks gets an error at once."""
+    """Inside a `with` block, keep every library from asking the hub: a request fails at once."""
     with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
         yield
 
 
 def fetch(repo: str, filenames: Sequence[str]) -> Path:
-    """Return the path of the first of several files that a repository has, downloaded or cached.
+    """Download one of several files from a repository of the hub, and return its path.
+
+    It is the first of them that the repository has. Without a connection, the cache is asked.
 
     Args:
         repo: The repository, as org/name[@revision].
-        filenames: The names of the files.
+        filenames: The names of the files, the preferred one first.
 
     Raises:
         SourceError: There is no such repository or file, there is no connection and nothing is
@@ -122,7 +124,9 @@ def local(folder: Path, filenames: Sequence[str]) -> Path:
 
 
 def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
-    """Return the path of a repository's file, downloaded or cached, or None if it has none.
+    """Download a file of a repository, and return its path, or None if there is no such file.
+
+    If the hub cannot be reached, the cached file is returned.
 
     Args:
         repo: The repository, as owner/name.
@@ -145,6 +149,7 @@ def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
     except Exception as error:
         if isinstance(error, errors.HFValidationError):
             raise SourceError(f"'{repo}' is not a hub repository", first_line(error)) from None
+        # Whatever the error is, a file in the cache will do.
         cached = client.try_to_load_from_cache(repo, filename, revision=revision)
         if isinstance(cached, str):
             # The name of a file in the cache is the hash that the hub stated for it.
@@ -166,7 +171,7 @@ def _fetch_one(repo: str, filename: str, revision: str | None) -> Path | None:
 
 
 def _check_undamaged(file: Path, etag: str, repo: str) -> None:
-    """Check a file of the cache against the hash that the hub states, if it states one.
+    """Raise SourceError if a file of the cache has another hash than the hub states for it.
 
     Args:
         file: The file, in most caches a link to the file that holds the bytes.
@@ -209,7 +214,13 @@ def sha256(file: Path) -> str:
 
 
 def _explained(error: Exception, repo: str) -> SourceError:
-    """Return the error that says why a repository cannot be had, and what to do."""
+    """Return the error for the user: why a file of a repository cannot be had, and what to do.
+
+    Args:
+        error: The error of the hub's client.
+        repo: The name of the repository.
+    """
+    # If the hub has answered, the answer has a status such as 404.
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         remedy = (
@@ -249,15 +260,15 @@ def read_json(file: Path, origin: str) -> Cfg:
 
 
 def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
-    """Return the content of a config.json in timm's layout, old or new.
+    """Return what a config.json in timm's layout says.
 
     Args:
         file: The config.json.
         origin: The name of the file's place in errors.
 
     Returns:
-        The architecture's name, its arguments, and the record of weights and images
-        (`records.ImageRecord`), without the keys that are null.
+        A triple: the name of the architecture, its arguments, and the record of weights and images
+        (`records.ImageRecord`) without the keys that are null.
 
     Raises:
         SourceError: The file is missing, is not JSON, or is not the config of a timm model.
@@ -292,10 +303,10 @@ def own_cfg(model: nn.Module) -> Cfg:
 
 
 def of_architecture(model: nn.Module) -> Cfg:
-    """Return the part of a network's record that is about its architecture, not its weights.
+    """Return the entries of timm's record that hold for any weights of the architecture.
 
-    timm gives each network that it builds the record of the weights that it would load by default:
-    their test size, their repository, their license and their papers.
+    timm gives each network that it builds the record of the weights that it would load by default.
+    Their test size, repository, license and papers are left out.
     """
     stated = own_cfg(model)
     return {key: stated[key] for key in _OF_ARCHITECTURE if key in stated}
@@ -308,6 +319,7 @@ def unlicensed_record(model: nn.Module) -> Cfg:
     record is empty if the network states none, or if its record cannot be read back.
     """
     stated = records.image_record({**own_cfg(model), "license": None})
+    # Names of classes (`label_names`, `label_descriptions`) do not hold for another number of them.
     classes = getattr(model, "num_classes", None)
     if stated and isinstance(classes, int) and classes != stated.get("num_classes"):
         stated = {key: value for key, value in stated.items() if not key.startswith("label_")}
@@ -321,7 +333,7 @@ def unlicensed_record(model: nn.Module) -> Cfg:
 
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
-    """Return a statistic for each channel.
+    """Return one value for each channel, of values such as the mean of the images' pixels.
 
     If the number of values is not the number of channels, every channel gets the mean of the
     values, as in timm.
@@ -332,7 +344,7 @@ def per_channel(values: Sequence[float], channels: int) -> list[float]:
 
 
 def crop_share(crop: int, resize: int) -> float:
-    """Return the crop_pct by which timm resizes to a side.
+    """Return the crop_pct with which timm resizes images to a given side before it crops them.
 
     timm resizes to the floor of crop / crop_pct.
 
@@ -341,17 +353,18 @@ def crop_share(crop: int, resize: int) -> float:
         resize: The side that the image is resized to, in pixels.
     """
     share = crop / resize
-    # A rounding error may take the floor one pixel too low. The next smaller share mends that.
+    # A rounding error may make crop / share a little smaller than `resize`, so that the floor is
+    # one pixel too low. With the next smaller share it is right.
     if math.floor(crop / share) == resize:
         return share
     return math.nextafter(share, 0)
 
 
 def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
-    """Return the record of a network's images and classes, as JSON has it.
+    """Return the record of a network's images and classes, in types that JSON can hold.
 
     Args:
-        cfg: timm's record of the source.
+        cfg: timm's record of the weights, with the size, preprocessing and classes of the source.
         kwargs: The arguments that the network was built with.
         model: The network.
     """
@@ -374,28 +387,30 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     for key in ("mean", "std"):
         if recorded.get(key) is not None:
             recorded[key] = per_channel(recorded[key], channels)
+    # By way of JSON, tuples become lists.
     return json.loads(json.dumps(recorded))
 
 
 def bare(config: Cfg) -> Cfg:
-    """Return a config of transformers without its entries on files and on weights to fetch.
+    """Return a config of transformers without entries about files, or about weights to download.
 
     Args:
-        config: The config, or an object in it.
+        config: The config, or an object inside a config.
     """
-    kept = {key: value for key, value in config.items() if key not in _OF_A_FILE}
-    for key, value in kept.items():
+    cleaned = {key: value for key, value in config.items() if key not in _OF_A_FILE}
+    # Objects inside the config, such as that of a backbone, are cleaned likewise.
+    for key, value in cleaned.items():
         if key == "pretrained_cfg":
-            kept[key] = records.without_addresses(value)
+            cleaned[key] = records.without_addresses(value)
         elif isinstance(value, dict):
-            kept[key] = bare(value)
-    if "use_pretrained_backbone" in kept:
-        kept["use_pretrained_backbone"] = False
-    return kept
+            cleaned[key] = bare(value)
+    if "use_pretrained_backbone" in cleaned:
+        cleaned["use_pretrained_backbone"] = False
+    return cleaned
 
 
 def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network") -> Cfg:
-    """Return timm's record of a transformers network's images and classes.
+    """Return what a network of transformers says of its images and classes, as timm records it.
 
     Args:
         stated: The content of the network's preprocessor_config.json. Empty if it has no such file.
@@ -418,20 +433,24 @@ def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network
 
 
 def _resizing(processor: records.ImageProcessor, config: object, channels: int) -> Cfg:
-    """Return the record's keys on the input size, on resizing, on cropping and on interpolation.
+    """Return timm's entries for the input size, resizing, cropping and interpolation.
+
+    What the processor does not state is left out.
 
     Args:
-        processor: The record of an image processor of transformers.
+        processor: What a preprocessor_config.json of transformers says.
         config: The network's config.
         channels: The number of the network's input channels.
     """
+    # Images are resized to `size`, then cropped to `crop`. The network gets the last of these sizes
+    # that is stated, or else the size in its config.
     crop = _sides(processor.crop_size) if processor.do_center_crop else None
     size = _sides(processor.size) if processor.do_resize else None
-    final = crop or size or _sides(getattr(config, "image_size", None))
+    input_sides = crop or size or _sides(getattr(config, "image_size", None))
 
     resizing: Cfg = {}
-    if final is not None:
-        resizing["input_size"] = [channels, *final]
+    if input_sides is not None:
+        resizing["input_size"] = [channels, *input_sides]
     if size is not None:
         # Resizing to height and width, without a crop, does not keep the image's proportions.
         squashes = crop is None and isinstance(processor.size, dict) and "height" in processor.size
@@ -445,12 +464,13 @@ def _resizing(processor: records.ImageProcessor, config: object, channels: int) 
 
 
 def _normalizing(processor: records.ImageProcessor, channels: int) -> Cfg:
-    """Return mean and deviation per channel, as far as they are stated.
+    """Return timm's entries `mean` and `std`, one value per channel, as far as they are stated.
 
     Args:
-        processor: The record of an image processor of transformers.
+        processor: What a preprocessor_config.json of transformers says.
         channels: The number of the network's input channels.
     """
+    # None means that the file does not say it. Then the mean and deviation that it states hold.
     if processor.do_normalize is False:
         return {"mean": [0.0] * channels, "std": [1.0] * channels}
 
@@ -462,21 +482,30 @@ def _normalizing(processor: records.ImageProcessor, channels: int) -> Cfg:
 
 
 def _classes(model: nn.Module) -> Cfg:
-    """Return the number of classes of a classifier, and their names if the names mean anything."""
+    """Return timm's entries `num_classes` and `label_names` for a classifier of transformers.
+
+    The names are left out if they are only numbered, as in `LABEL_0`, or if two are the same. A
+    network that is no classifier has no entries.
+    """
     if not type(model).__name__.endswith("ForImageClassification"):
         return {}
 
     config: Any = model.config
     classes: Cfg = {"num_classes": config.num_labels}
     names = [str(config.id2label[label]) for label in sorted(config.id2label)]
-    numbered = all(name.startswith("LABEL_") for name in names)
-    if len(set(names)) == len(names) and not numbered:
+    are_only_numbered = all(name.startswith("LABEL_") for name in names)
+    if len(set(names)) == len(names) and not are_only_numbered:
         classes["label_names"] = names
     return classes
 
 
 def _sides(size: object) -> tuple[int, int] | None:
-    """Return height and width of a side, of two sides, or of an object of transformers."""
+    """Return the height and width that a size in a config of transformers stands for, or None.
+
+    Args:
+        size: One number (a square), two numbers, or an object such as `{"height": 224, "width":
+            224}` or `{"shortest_edge": 256}`.
+    """
     if isinstance(size, dict):
         edge = size.get("shortest_edge")
         size = (size.get("height", edge), size.get("width", edge))

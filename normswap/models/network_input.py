@@ -39,7 +39,7 @@ _SIDE = {1: (224,), 2: (224, 224), 3: (16, 64, 64)}
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Raise SourceError for the result of `torch.compile`, and for a lazy layer without a shape."""
+    """Raise SourceError for a compiled network, or one with lazy layers that have no shape yet."""
     inner = getattr(model, "_orig_mod", None)
     if inner is not None:
         raise SourceError(
@@ -58,7 +58,8 @@ def check_shapes(model: nn.Module) -> None:
 def check_values(model: nn.Module) -> None:
     """Raise SourceError for a network that cannot be converted or saved as it is.
 
-    Such a network has tensors without values, values that no training gives, or quantized layers.
+    Such a network has tensors on the meta device, parameters that are NaN or infinite, broken
+    running statistics, quantized layers, or tensors of a class of its own.
     """
     remedy = "Load the network's weights again"
     for name, tensor in _tensors(model):
@@ -101,7 +102,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def has_broken_statistics(module: nn.Module) -> bool:
-    """Return whether running statistics are not finite, or a variance is below zero."""
+    """Return whether a layer has running statistics that are NaN, infinite or a negative variance.
+
+    A layer without running statistics has no broken ones.
+    """
     mean = getattr(module, "running_mean", None)
     variance = getattr(module, "running_var", None)
     if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or is_lazy(variance):
@@ -120,7 +124,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the network that a wrapper of another program holds, or else the network itself.
+    """Return the network inside a wrapper, such as that of DDP, or else the network itself.
 
     The wrappers are the results of torch.compile, DDP, DataParallel and AveragedModel, Opacus'
     GradSampleModule, and a module of Lightning whose parameters all belong to one network.
@@ -142,7 +146,8 @@ def _inside(model: nn.Module) -> nn.Module | None:
 
     if "LightningModule" not in names:
         return None
-    # In a module of Lightning, the child that holds all its parameters is the network.
+    # In a module of Lightning, the child that holds all its parameters is the network. Without any
+    # parameters, every child would do.
     parameters = {id(parameter) for parameter in model.parameters()}
     for child in model.children():
         if parameters and {id(parameter) for parameter in child.parameters()} == parameters:
@@ -151,7 +156,7 @@ def _inside(model: nn.Module) -> nn.Module | None:
 
 
 def require_module(model: object) -> nn.Module:
-    """Return a network, or the one that a result holds as its `model`.
+    """Return the network that the user gave, by itself or in a result that has it as its `model`.
 
     Raises:
         SourceError: The object is neither a network nor a result, or is TorchScript or an exported
@@ -214,7 +219,7 @@ def require_seed(seed: object) -> None:
 
 
 def check_calls(calls: Sequence[Example]) -> None:
-    """Raise OptionError for calls without images, or with NaN, as they would prove nothing."""
+    """Raise OptionError for calls without images, or with NaN or inf, which would prove nothing."""
     for call in calls:
         if not call.images.numel():
             raise OptionError(f"the inputs hold no image ({call})", remedy="Give at least one")
@@ -225,17 +230,18 @@ def check_calls(calls: Sequence[Example]) -> None:
 
 
 def answer(output: object) -> Tensor:
-    """Return the network's answer in its output.
+    """Return the one tensor in a network's output that holds its prediction.
 
-    The answer is the output itself, or the tensor in it that is called `logits` or `out`, or the
-    only tensor in it.
+    It is the output itself, or the tensor in it that is called `logits` or `out`, or the only
+    tensor in it.
 
     Raises:
-        OptionError: The output holds no tensor, or several.
+        OptionError: The output holds no tensor, or several without these names.
     """
     if isinstance(output, Tensor):
         return output
 
+    # The entries of a plain list have no names, so a list has no such tensor.
     named: dict[str, Tensor] = {}
     if not isinstance(output, list):
         named = dict(named_tensors(output, depth=1))
@@ -293,14 +299,15 @@ def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) 
 
 
 class DrawnCalls(list[Example]):
-    """Calls with random values, because the network states only names, shapes and types."""
+    """Calls whose tensors hold random values, for a network that takes other inputs than images."""
 
 
 def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls | None:
-    """Return one call with the inputs that the network's record names, or None if it names none.
+    """Return one call with random values for the inputs that the network's record states.
 
-    Floating-point numbers are N(0, 1). Whole numbers are below the smallest number of rows of the
-    network's embeddings, or below 2.
+    The result is None if the record states no inputs. float32 inputs are drawn from N(0, 1). Others
+    are whole numbers from 0, below the number of rows of the smallest embedding, or below 2 if the
+    network has no embedding.
 
     Args:
         model: The network.
@@ -325,10 +332,11 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
 
 
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
-    """Yield (), and a call with a row of token numbers, if the network begins with an embedding.
+    """Yield the size () and a call with 8 token numbers, if the network begins with an embedding.
 
-    The empty tuple stands where the size of an image would stand, since the row is no image.
+    Other networks yield nothing. The size is empty because token numbers are no image.
     """
+    # The first layer is the first module with parameters of its own.
     layers = nn.Module.modules(model)
     first_layer = next(
         (each for each in layers if next(nn.Module.parameters(each, False), None) is not None), None
@@ -339,8 +347,9 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
 
 
 def size(model: nn.Module) -> tuple[int, ...]:
-    """Return the size of one input, (C, H, W) of an image, that the network is made for."""
-    # If the two likeliest sizes have the same number of channels, the first is taken untried.
+    """Return the size of one input that the network is made for: (C, H, W) if it is an image."""
+    # If the two likeliest sizes have the same number of channels, the first is returned without a
+    # run of the network.
     likeliest = candidates(model)[:2]
     if len({channels for channels, *_ in likeliest}) < 2:
         return likeliest[0]
@@ -354,14 +363,16 @@ def size(model: nn.Module) -> tuple[int, ...]:
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return up to two smaller sizes (C, H, W), which cost less to run: one even, one odd.
+    """Return up to two smaller sizes (C, H, W), with which a network runs faster.
 
-    There are none if `size` is no larger, or is not the size of an image.
+    Their sides are at most 64, and at most 97. There are none if `size` is no larger, or is not the
+    size of an image.
     """
     channels, *sides = size
     if len(sides) != 2:
         return []
 
+    # One limit is even and one is odd.
     height, width = sides
     smaller: list[tuple[int, ...]] = []
     for limit in (64, 97):
@@ -387,7 +398,8 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
         sizes.append(first)
 
     channels = (first or stated or (3,))[0]
-    # A linear first layer does not tell the kind of its input, so rows and images are guessed.
+    # A linear first layer tells its number of features, and not whether its input is one row of
+    # them, several rows or an image. So several rows and images are guessed, too.
     if first and len(first) == 1:
         features = 1
         for module in nn.Module.modules(model):
@@ -404,16 +416,18 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def stated_size(model: nn.Module) -> tuple[int, ...] | None:
-    """Return the size (C, H, W) that the network or its record states, or None.
+    """Return the size (C, H, W) of images that the network or its record states, or None.
 
-    The size in a patch embedding decides. After it comes the record that normswap keeps of the
+    The size in a patch embedding goes first. After it comes the record that normswap keeps of the
     network, then timm's `pretrained_cfg`, then a config of transformers.
     """
+    # The later of the two records takes the place of the earlier one.
     stated: tuple[int, ...] | None = None
     for record in (getattr(model, "pretrained_cfg", None), provenance.of(model).pretrained_cfg):
         if isinstance(record, Mapping) and record.get("input_size"):
             stated = tuple(record["input_size"])
 
+    # A patch embedding states height and width, and not the number of channels.
     patches = getattr(getattr(model, "patch_embed", None), "img_size", None)
     if isinstance(patches, tuple) and len(patches) == 2:
         return ((stated or _first_layer(model) or (3,))[0], *patches)
@@ -422,6 +436,7 @@ def stated_size(model: nn.Module) -> tuple[int, ...] | None:
 
 def _configured(config: object) -> tuple[int, ...] | None:
     """Return the size (C, H, W) in a config of transformers, or None."""
+    # The config of a larger network holds that of its vision part under one of these names.
     inner_names = ("vision_config", "backbone_config", "encoder")
     inner_configs = [getattr(config, name, None) for name in inner_names]
 
@@ -453,7 +468,7 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
 
 @torch.no_grad()
 def runs(model: nn.Module, example: Example) -> bool:
-    """Return whether the network runs in eval mode on a call, without an error."""
+    """Return whether the network runs on a call without an error, in eval mode."""
     # The forward is the user's, and may raise anything for an input that it does not take.
     try:
         with undisturbed(model), callers_dtype():

@@ -54,15 +54,17 @@ def open_model(
     named: bool = True,
     **asked: Unpack[zoo.Asked],
 ) -> nn.Module:
-    """Open any MODEL.
+    """Open a network by its name: one that `save` wrote, or one of any library that is supported.
 
     Args:
-        source: A source of `zoo.open_source`, or a network that `save` wrote: a directory, its
-            weights file alone, or a repository of the hub.
+        source: A network that `save` wrote (a directory, its weights file alone, or a repository of
+            the hub), or any other source that `zoo.open_source` takes.
         input_size: The size (C, H, W) of the network's images, if it states another or none.
         inputs: Shape and type of each input, by name, if the network takes no image.
-        trust_factory: Whether a factory that the file names may be imported, as in `load`.
-        named: Whether the user named the MODEL, so that its factory may be imported.
+        trust_factory: Whether a factory (the user's own function that builds the network) may be
+            imported, which runs its code.
+        named: Whether the user typed `source` for this very call. Then a factory that it names may
+            be imported, too. A name in a recipe does not count.
         asked: The options weights, arch, arch_args, num_classes, in_chans of `zoo.open_source`.
 
     Returns:
@@ -88,18 +90,20 @@ def open_model(
 
 
 def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | None, zoo.Asked]:
-    """Tell whether a MODEL is a network that `save` wrote, and which weights file fills it.
+    """Find the network that `save` wrote, if the user asks for one, and the weights that fill it.
 
     Args:
-        source: The MODEL: a network that `save` wrote, or a weights file whose architecture is one.
+        source: What the user named: a network that `save` wrote, or a weights file for the saved
+            network that the option `arch` names.
         asked: The options of `zoo.open_source`.
 
     Returns:
-        The directory or file of the network, or None if MODEL names no saved network. Then the
-        weights file, or None if the network keeps its own weights. Then the other options.
+        A triple. First the directory or file of the saved network, or None if the user asks for no
+        saved network. Second the weights file, or None if the network keeps its own weights. Third
+        the options that have not been used.
     """
     rest = asked.copy()
-    # If `arch` names a saved network, MODEL is a weights file for it.
+    # If `arch` names a saved network, `source` is a weights file for it.
     arch = asked.get("arch")
     if arch is not None:
         saved = _found_network(arch)
@@ -109,25 +113,30 @@ def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | N
         rest.pop("arch")
         return saved, file, rest
 
-    # Without `arch`, MODEL itself may be a saved network, which `weights` fills if it is a file.
+    # Without `arch`, `source` itself may be a saved network. `weights` fills it if it is a file.
     saved = _found_network(source)
     weights = asked.get("weights")
     if saved is None or weights in (None, "pretrained", "random"):
         return saved, None, rest
+    # `parts` would take a file for a weights file without an architecture, so it gets the folder.
     _, file = kinds.parts(str(saved.parent if saved.is_file() else saved), weights, None)
     rest.pop("weights")
     return saved, file, rest
 
 
 def _found_network(source: str) -> Path | None:
-    """Return the directory or file of the network that `save` wrote, or None for other MODELs.
+    """Return the directory or file of a network that `save` wrote, or None if `source` is no such.
 
-    A repository of the hub is fetched.
+    If it is a repository of the hub, its files are downloaded.
+
+    Args:
+        source: What the user named: a path, perhaps as `local-dir:DIR` or `hf:DIR`, or any other
+            name of a network.
     """
     folder = Path(source)
-    prefix, _, place = source.partition(":")
+    prefix, _, path = source.partition(":")
     if prefix in ("local-dir", kinds.TRANSFORMERS.prefix):
-        folder = Path(place)
+        folder = Path(path)
     if folder.exists() and is_checkpoint(folder):
         return folder
     return _from_hub(source)
@@ -140,19 +149,20 @@ def save(
     arch: Arch | None = None,
     force: bool = False,
 ) -> Path:
-    """Write a conversion, or a loaded and perhaps fine-tuned network.
+    """Write the result of a conversion, or a network that was loaded (and perhaps fine-tuned).
 
-    A network that normswap cannot build again is saved, too; `load` then needs its skeleton.
+    A network that normswap cannot build again is saved, too. Then `load` must be given its source
+    architecture.
 
     Args:
         result: The conversion, or the network, also inside of DDP, DataParallel, AveragedModel,
             torch.compile, Opacus' GradSampleModule or a module of Lightning.
-        directory: The place of the new directory.
-        arch: How to build the bare architecture, where the network does not know it itself. A
-            factory of your own is `Arch("package.module:factory", kwargs, "factory")`.
-        force: Whether the files of a network that normswap or timm wrote before are replaced. If
-            the place is a link, this happens in the directory that it points to. Whatever lies
-            beside the files stays.
+        directory: The path of the new directory.
+        arch: How to build the architecture, if the network does not know it itself. A function of
+            your own that builds it is `Arch("package.module:function", kwargs, "factory")`.
+        force: Whether the files of a network that normswap or timm wrote there before are replaced.
+            If the path is a link, they are replaced in the directory that it points to. Whatever
+            lies beside these files stays.
 
     Returns:
         The directory.
@@ -166,6 +176,7 @@ def save(
     model = network_input.unwrapped(network_input.require_module(result))
     network_input.check_values(model)
     network_folder.check_writable(place, force=force)
+    # Complete what the network carries of its origin: how it was built, and what its images are.
     record = provenance.of(model)
     images = record.pretrained_cfg or hub.unlicensed_record(model)
     record = replace(record, arch=arch or unfolding.architecture(model), pretrained_cfg=images)
@@ -178,7 +189,8 @@ def save(
     # If the place is a link, the directory that it points to is written.
     target = place.resolve()
     if target.is_dir():
-        # Only the files of a network are replaced. Whatever else lies there stays.
+        # Only the files of a network are replaced. Whatever else lies there stays. A network
+        # without replaced norms has no file of them, so an older one is removed.
         names = [CONFIG, CARD, *([NORMS] if record.norms else [])]
         obsolete = [] if record.norms else [NORMS]
         with atomic_write.writing(target / WEIGHTS, names, obsolete) as aside:
@@ -205,17 +217,18 @@ def load(
 ) -> nn.Module:
     """Return the network that `save` wrote: in eval mode, on the CPU, carrying its provenance.
 
-    The architecture is built without weights, the plan replayed, the tensors loaded strictly.
+    The source's architecture is built without weights, the saved plan of its conversions is carried
+    out again, and the saved tensors are loaded. Every name and shape must fit.
 
     Args:
         directory: The directory, or its weights file alone.
-        skeleton: The source architecture with any weights, if normswap cannot build it. It is not
-            changed.
+        skeleton: A network of the source's architecture with any weights, if normswap cannot build
+            it. It is not changed.
         weights: A weights file that fills the network in place of its own tensors, such as one that
             another program's training wrote. Its names may have the prefixes of wrappers.
-        trust_factory: Whether the user's factory that builds the network is imported, which runs
-            its code.
-        changed: Whether tensors are accepted that differ from those that were proven.
+        trust_factory: Whether a factory (the user's own function that builds the network) may be
+            imported, which runs its code.
+        changed: Whether tensors are accepted that differ from those that were saved.
 
     Raises:
         SourceError: `save` did not write the directory, or it is damaged, or it needs a skeleton or
@@ -233,11 +246,14 @@ def load(
     states = _read_tensors(place, file)
     state = states[WEIGHTS]
 
+    # Build the source's architecture, and convert it as it was converted before.
     if skeleton is not None:
         bare = _with_values(copying.duplicate(network_input.unwrapped(skeleton), {}), state)
     else:
         bare = _build_bare(place, record.arch, trusted=trust_factory)
     model = applying.apply(bare, plan.steps)
+
+    # Load the tensors.
     _take_dtypes(model, state, record.unsaved)
     layer_state.restore(model, state, record)
     if weights is None:
@@ -271,37 +287,51 @@ def load(
 
 
 def _state_images(model: nn.Module, record: Header) -> Body:
-    """Set a network's `pretrained_cfg` to what its file records of images and classes.
+    """Set a network's `pretrained_cfg` to what its saved file says of images and classes.
 
     timm puts the configuration of its default weights on each network that it builds. The file's
     record replaces it, except for the facts of the architecture. If the file records nothing, as
     older files do, the size and the preprocessing of the default weights stay.
 
+    Args:
+        model: The network, which is changed.
+        record: The header of its saved file.
+
     Returns:
-        The file's record, which may be empty.
+        The record of images and classes in the file, which may be empty.
     """
     images = record.images
-    noted = hub.own_cfg(model)
+    own_cfg = hub.own_cfg(model)
     if images:
-        noted = hub.of_architecture(model)
-    cfg = {**noted, **images}
+        own_cfg = hub.of_architecture(model)
+    cfg = {**own_cfg, **images}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     return images
 
 
 def _read_tensors(place: Path, file: Path) -> dict[str, StateDict]:
-    """Return the tensors of each file of a directory, or of a weights file, by the file's name."""
+    """Return the tensors of each file of a saved network, by the file's name.
+
+    Args:
+        place: The directory of the network, or its weights file alone.
+        file: The weights file.
+    """
     states: dict[str, StateDict] = {WEIGHTS: weight_files.read(file)}
     norms_file = file.with_name(NORMS)
 
-    # A weights file under another name may stand beside the norms of another network.
+    # The file of the replaced norms lies beside the weights. If the user named a weights file that
+    # has another name than ours, the norms beside it may be those of another network.
     if place.is_dir() or (file.name == WEIGHTS and norms_file.is_file()):
         states[NORMS] = StateDict()
         if norms_file.is_file():
             states[NORMS] = weight_files.read(norms_file)
-            # A norm without a momentum has NaN there (`affine.tensors`).
-            others = {n: t for n, t in states[NORMS].items() if not n.endswith("momentum")}
-            weight_files.check_finite(others, str(norms_file))
+            # The momentum is stored as NaN if a norm has none (`affine.tensors`).
+            to_check = {
+                name: tensor
+                for name, tensor in states[NORMS].items()
+                if not name.endswith("momentum")
+            }
+            weight_files.check_finite(to_check, str(norms_file))
     return states
 
 
@@ -315,16 +345,18 @@ def _check_the_same(record: Header, states: Mapping[str, StateDict], file: Path)
     """
     for name, state in states.items():
         saved_hash = record.hashes.get(name)
-        # No norms were saved, and none are there.
+        # A network without replaced norms has no hash of them, and no such tensors.
         if saved_hash is None and not state:
             continue
         if weight_files.hash_tensors(state) == saved_hash:
             continue
 
+        # Find the tensors that differ. Files of older versions have no hash of each tensor, so the
+        # message names the file.
         saved = record.tensors.get(name, {})
         now = weight_files.hash_each(state)
-        others = [tensor for tensor in saved | now if saved.get(tensor) != now.get(tensor)]
-        named = first_few(others) if saved and others else name
+        differing = [tensor for tensor in saved | now if saved.get(tensor) != now.get(tensor)]
+        named = first_few(differing) if saved and differing else name
         changed_file = file if name == WEIGHTS else file.with_name(name)
         raise SourceError(
             f"the tensors of {changed_file} are not those that were saved",
@@ -335,24 +367,30 @@ def _check_the_same(record: Header, states: Mapping[str, StateDict], file: Path)
 
 
 def _from_hub(source: str) -> Path | None:
-    """Fetch the repository that `hf-hub:owner/name` or `hf:owner/name` names into the hub's cache.
+    """Download a converted network that `push` wrote to the hub, into the hub's cache.
+
+    Args:
+        source: What the user named, such as `hf-hub:owner/name` or `hf:owner/name`.
 
     Returns:
-        Its directory in the cache. None if the source is no repository that `push` wrote.
+        The directory of the network in the cache. None if `source` names no repository of the hub,
+        or one that holds no converted network.
     """
     prefix, _, repo = source.partition(":")
     is_repo_of_transformers = prefix == kinds.TRANSFORMERS.prefix and repo.count("/") == 1
     if prefix not in ("hf-hub", "hf_hub") and not is_repo_of_transformers:
         return None
     if is_repo_of_transformers:
+        # A folder of this name on the disk goes before the repository.
         if Path(repo).is_dir():
             return None
-        # Where transformers is not installed, the error says so.
+        # If transformers is not installed, this raises the error that says so.
         kinds.TRANSFORMERS.load()
 
     config = header.read_config(hub.fetch(repo, (CONFIG,)).parent)
     entry = (config or {}).get(header.KEY)
-    # timm opens any other repository, and says what is wrong with its config.
+    # Any other repository is opened by timm or transformers, which say what is wrong with its
+    # config. So is a network of `push` that no scheme converted.
     if not isinstance(entry, dict) or not entry.get("schemes"):
         return None
 
@@ -373,8 +411,9 @@ def _write(
         record: The provenance of the network.
         report: The measurements of the conversion. None if the network was only loaded.
     """
-    kept = layer_state.of(model)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in kept.tensors.items()}
+    # Collect the tensors of each file, and hash them.
+    layers = layer_state.of(model)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in layers.tensors.items()}
     norms = {name: tensor.cpu().contiguous() for name, tensor in record.norms.items()}
     files = {WEIGHTS: state}
     if norms:
@@ -385,6 +424,7 @@ def _write(
     for name, tensors in files.items():
         hashes[name], tensor_hashes[name] = weight_files.hash_all(tensors)
 
+    # Write the tensors, with the record in the header of the weights file.
     versions = {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}
     header_text = header.record_to_write(
         {
@@ -398,7 +438,7 @@ def _write(
             "hashes": hashes,
             "tensors": tensor_hashes,
             "versions": {**versions, "python": platform.python_version()},
-            **kept.record(),
+            **layers.record(),
         },
         folder / WEIGHTS,
     )
@@ -406,13 +446,14 @@ def _write(
     if norms:
         _save(norms, folder / NORMS, {"format": "pt"})
 
+    # Write the config, which has the header's digest, so that a changed header is noticed.
     config = config_of(model, record, json.loads(header_text)["digest"])
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card.render(record, report), encoding="utf-8")
 
 
 def config_of(model: nn.Module, record: provenance.Provenance, digest: str | None) -> Body:
-    """Return the contents of config.json: timm's layout, and the schemes of the conversions.
+    """Return the contents of config.json: timm's layout, and the names of the conversions' schemes.
 
     Args:
         model: The network.
@@ -420,15 +461,17 @@ def config_of(model: nn.Module, record: provenance.Provenance, digest: str | Non
         digest: The digest of the header of its weights, so that a changed header is noticed.
     """
     arch = record.arch or Arch(type(model).__name__)
-    refusal: Body = {}
-    # transformers reads the whole file as its config, or an object in it that has its model_type.
+    # An entry that keeps transformers from opening the converted network as one of its own.
+    # transformers may read the whole file as its config, or the object `model_args` in it if that
+    # has a model_type, so the entry is put in both.
+    stop: Body = {}
     if arch.builder == kinds.TRANSFORMERS.builder:
-        refusal = dict(network_folder.NOT_OF_TRANSFORMERS)
+        stop = dict(network_folder.NOT_OF_TRANSFORMERS)
     return {
-        **refusal,
+        **stop,
         "architecture": kinds.named(arch),
         "num_classes": getattr(model, "num_classes", None),
-        "model_args": {**arch.kwargs, **refusal},
+        "model_args": {**arch.kwargs, **stop},
         "pretrained_cfg": image_record(record.pretrained_cfg),
         header.KEY: {
             "schemes": [step.scheme for step in record.plan.steps],
@@ -439,10 +482,12 @@ def config_of(model: nn.Module, record: provenance.Provenance, digest: str | Non
 
 
 def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file, in which tensors that share memory are stored twice.
+    """Write a safetensors file.
+
+    safetensors refuses tensors that share memory, so a copy takes the place of the second one.
 
     Args:
-        tensors: The tensors by name.
+        tensors: The tensors by name. Copies are put into this dict.
         file: The path of the file.
         metadata: The texts that are stored in the file, by their keys.
 
@@ -451,6 +496,7 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
     """
     addresses: set[int] = set()
     for name, tensor in tensors.items():
+        # An empty tensor has no memory that it could share.
         if tensor.data_ptr() in addresses and tensor.numel():
             tensors[name] = tensor.clone()
         addresses.add(tensor.data_ptr())
@@ -467,7 +513,12 @@ def _save(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
 
 
 def _build_bare(folder: Path, arch: Arch | None, *, trusted: bool) -> nn.Module:
-    """Return the bare network of a directory.
+    """Build the network of a directory as it was before its conversions, without its weights.
+
+    Args:
+        folder: The directory, for messages.
+        arch: How the network is built. None if the directory does not say it.
+        trusted: Whether the user's own function that builds the network may be imported.
 
     Raises:
         SourceError: The directory does not say how its network is built, or it cannot be built.
@@ -483,25 +534,29 @@ def _build_bare(folder: Path, arch: Arch | None, *, trusted: bool) -> nn.Module:
 
 
 def _with_values(skeleton: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Replace, in place, tensors on the meta device by zeros, which the file's values overwrite.
+    """Put zeros in the place of a network's tensors on the meta device, and return the network.
 
-    Returns:
-        The skeleton itself.
+    The values of the weights file overwrite the zeros later.
+
+    Args:
+        skeleton: The network, which is changed.
+        state: The tensors of the weights file.
 
     Raises:
-        SourceError: A tensor has values neither in the skeleton nor in the file.
+        SourceError: A tensor has values neither in the network nor in the file.
     """
-    lost: list[str] = []
+    without_values: list[str] = []
     zeros: dict[int, Tensor] = {}
     for path, module in copying.tree(skeleton).items():
         unsaved = module._non_persistent_buffers_set
-        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in places:
+        own_tensors: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in own_tensors:
             for name, tensor in tensors.items():
                 if tensor is None or not tensor.is_meta:
                     continue
+                # No file holds such a buffer, so nothing would overwrite the zeros.
                 if name in unsaved:
-                    lost.append(dotted(path, name))
+                    without_values.append(dotted(path, name))
                 # A tensor that several modules share stays shared.
                 if id(tensor) not in zeros:
                     zeros[id(tensor)] = torch.zeros_like(tensor, device="cpu")
@@ -510,17 +565,18 @@ def _with_values(skeleton: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
                         zeros[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
                 tensors[name] = zeros[id(tensor)]
 
-    if lost:
+    if without_values:
+        what = f"{first_few(without_values)}: no values"
         why = "the skeleton is on the meta device, and the file does not hold such buffers"
-        raise SourceError(f"{first_few(lost)}: no values", why, "Build the skeleton on the CPU")
+        raise SourceError(what, why, "Build the skeleton on the CPU")
     return skeleton
 
 
 def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor], unsaved: Mapping[str, str]) -> None:
-    """Give each parameter and buffer of the network the dtype that it had when it was saved.
+    """Cast each floating-point parameter and buffer to the dtype that it had when it was saved.
 
     Args:
-        model: The network.
+        model: The network, which is changed.
         state: The tensors of the file.
         unsaved: The dtype of each buffer that the file does not hold, by its name.
     """
