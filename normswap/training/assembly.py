@@ -52,11 +52,12 @@ _NO_SOURCE = "Name the teacher: distill.teacher=MODEL"
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """The network that is trained.
+    """The network that is trained, before the first update.
 
     Args:
-        network: The record of the network as training begins.
-        source: The module before the recipe's conversion.
+        network: The network with its record: how it is called, and where it is from.
+        source: The module before the recipe's conversion. Without a conversion it is the network's
+            own module.
     """
 
     network: Network
@@ -68,12 +69,15 @@ class Subject:
         return self.network.module
 
     def blank(self) -> nn.Module:
-        """Return a copy that holds its architecture's record, so that no save searches for it."""
+        """Return a copy of the network, whose provenance names its architecture.
+
+        Each save of the run would else have to find out which architecture it is.
+        """
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
         return provenance.attach(copying.duplicate(self.module, {}), record)
 
     def preprocessing(self, side: int | None) -> Body:
-        """Return the record of how the network takes images.
+        """Return how the network takes images: input_size, mean, std and more, as timm names them.
 
         Args:
             side: Height and width in pixels. With None they are the network's own.
@@ -99,7 +103,8 @@ class Subject:
         if was_converted_here or not was_converted_before:
             return copying.duplicate(self.source, memo={})
 
-        # The network was converted before, and knows what it was made from.
+        # The network was converted before, and its provenance names what it was made from. The path
+        # stands for the network in errors.
         module = self.module
         try:
             origin = reverification.recorded(module, Path("the network"))
@@ -147,7 +152,7 @@ def converted(
     say: Callable[[str], None],
     progress: Callable[[int, int], None] | None = None,
 ) -> Subject:
-    """Return the network converted, if the recipe says so.
+    """Return the network after the recipe's conversion, or as it is if there is none.
 
     Args:
         subject: The network before its conversion, which is not changed.
@@ -160,6 +165,7 @@ def converted(
     settings = recipe.convert
     if settings is not None:
         say(f"converting to {settings.to}")
+        # Values are fitted to training images, whose labels are not read.
         images = None
         if settings.calibrate:
             training_place, _ = places(recipe.data)
@@ -217,10 +223,15 @@ def read_slurm() -> None:
 
 
 def meet(backend: str) -> None:
-    """Join the other processes of torchrun, under a name that is new at each start of torchrun.
+    """Join the other processes that torchrun has started.
 
-    torchrun's store survives a restart. Under torch's own name, processes would find the addresses
+    Nothing is done if torchrun has started none, or if the processes have met already. The
+    processes exchange their addresses in torchrun's store, under a name that is new at each
+    restart. The store survives a restart, so under one name for all they would find the addresses
     of processes that are dead.
+
+    Args:
+        backend: How the processes exchange tensors, gloo or nccl.
     """
     variables = os.environ
     if dist.is_initialized() or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -248,21 +259,21 @@ def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
 
 @contextmanager
 def stop_on_request() -> Iterator[threading.Event]:
-    """Yield an event that a SIGTERM sets, instead of ending the process, inside a `with` block.
+    """In a `with` block, let a SIGTERM set the event that is yielded, and not end the process.
 
-    Schedulers send a SIGTERM before they end a job. Only the main thread may take signals; in
-    another one nothing sets the event.
+    Schedulers send a SIGTERM before they end a job. Only the main thread may take signals. In
+    another thread nothing sets the event.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    former = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    former_handler = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGTERM, former)
+        signal.signal(signal.SIGTERM, former_handler)
 
 
 def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerator:
@@ -285,15 +296,15 @@ def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerat
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    # The processes meet on the device that they will use.
+    # The backend through which the processes meet must fit the device that they will use.
     cpu = devices.find(device).type == "cpu"
     if recipe.train.precision == "fp16" and cpu:
         raise OptionError("train.precision fp16 needs a GPU", remedy="Use bf16, or no")
     read_slurm()
     meet("gloo" if cpu else "nccl")
 
-    # Accelerate keeps one state per process, and refuses another precision later. It is reset, as
-    # one process may do several runs.
+    # Accelerate keeps the settings of a process, and refuses another precision later. One process
+    # may do several runs, so they are reset.
     AcceleratorState._reset_state(reset_partial_state=not dist.is_initialized())
     GradientState._reset_state()
     return Accelerator(
@@ -358,6 +369,8 @@ class Task:
         train = recipe.train
         self.recipe = recipe
         self.engine = engine
+
+        # Every process has a share of each batch. Mixup mixes images of one micro-batch in pairs.
         self.share = Share(engine.process_index, engine.num_processes, train.accumulate)
         micro_batch_size = self.share.micro(recipe.data.batch_size)
         mixes = recipe.data.augment.mixes
@@ -369,6 +382,8 @@ class Task:
         record = subject.preprocessing(recipe.data.input_size)
         self.images = images
 
+        # Accuracies are measured if the network gives scores of classes. Training on labels takes
+        # that for granted.
         classifies = images.labelled or network_input.classifies(
             subject.module, record["input_size"]
         )
@@ -382,7 +397,7 @@ class Task:
         if self.validation is None and validates:
             self.held_out = held_out(record, recipe.data, images)
 
-        # An epoch has whole batches only. Each one leaves out other images.
+        # An epoch has whole batches only. The images that fill none differ from epoch to epoch.
         self.per_epoch = len(images.images) // recipe.data.batch_size
         self.updates = max(round(train.epochs * self.per_epoch), 1)
 
@@ -416,6 +431,7 @@ class Task:
             teacher = teacher.to(memory_format=self.layout)
         self.objective = Objective(recipe, self.raw, teacher, classifies=classifies)
 
+        # `raw` has the parameters. `model` is the same network as Accelerate wraps it, for DDP.
         optim = optimizer(self.raw, recipe.optim, subject.network)
         self.scheduler = scheduler(optim, recipe.schedule, self.updates, self.per_epoch)
         if train.compile:
@@ -423,7 +439,7 @@ class Task:
         self.model: nn.Module = engine.prepare_model(self.raw)
         self.optimizer: AcceleratedOptimizer = engine.prepare_optimizer(optim)
         if self.ema is not None:
-            # DDP has given every process the weights of the first; the average begins with these.
+            # DDP has given every process the weights of the first. The average begins with them.
             self.ema.set(self.raw)
 
     def parts(self) -> State:
@@ -451,14 +467,15 @@ class Task:
 
 
 def synchronized(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the network with torch's SyncBatchNorm in place of every BatchNorm.
+    """Put torch's SyncBatchNorm in place of every BatchNorm, and return the network.
 
     Args:
         model: The network, which is changed.
         device: The device on which it is trained.
 
     Raises:
-        OptionError: SyncBatchNorm does not run there, or would compute something else.
+        OptionError: SyncBatchNorm does not run on the device, or computes something else than one
+            of the norms.
     """
     if device.type == "cpu":
         raise OptionError("train.sync_bn needs GPUs", "torch's SyncBatchNorm does not run on a CPU")

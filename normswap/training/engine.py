@@ -144,8 +144,10 @@ def finetune(
         if say is not None and engine.is_main_process:
             say(text)
 
+    # Each update sets torch's seed, so the caller's random state is put back at the end.
     random_state = torch.get_rng_state()
     try:
+        # Open the network, then the images.
         subject = begin(model, recipe)
         # If the teacher has the whole weight of the loss, labels have none, and need not be there.
         labelled = recipe.distill is None or recipe.distill.weight < 1
@@ -153,6 +155,7 @@ def finetune(
         # Errors about the images come before the conversion, which may take long.
         images = TrainingImages(record, recipe.data, recipe.train.seed, labelled=labelled)
 
+        # Check the folder, then convert the network, and say what the user should know.
         folder = Folder(Path(out), identify(subject.source, recipe, images.digest))
         if resume is None and engine.is_main_process:
             folder.check_new()
@@ -169,6 +172,7 @@ def finetune(
             if note:
                 say_and_keep(note)
 
+        # Train. Progress is shown in the first process alone.
         run = TrainingRun(
             task,
             folder,
@@ -217,6 +221,7 @@ class TrainingRun:
         self.say = say
         self.engine = task.engine
         self.recipe = task.recipe
+        # How far the run is: its updates, losses and rows of metrics.csv.
         self.at = TrainingState()
 
         device = task.engine.device
@@ -242,10 +247,12 @@ class TrainingRun:
         elif self.engine.is_main_process:
             self.folder.begin(self.recipe)
 
+        # The trackers take the recipe's values as numbers and texts.
         tracked: dict[str, float | str] = {}
         for name, value in recipe_files.flat(self.recipe).items():
             tracked[name] = value if isinstance(value, float | str) else str(value)
         self.engine.init_trackers("normswap", tracked)
+        # A new run first measures the network before training.
         if not continues:
             self._end_epoch(began=False)
 
@@ -267,27 +274,28 @@ class TrainingRun:
             at.update += 1
             at.seconds += time.perf_counter() - start
 
-            ends = at.update % task.per_epoch == 0 or at.update == task.updates
-            due = ends or (save_every is not None and at.update % save_every == 0)
-            # The losses are not read at this update.
-            if not due and at.update % self.every:
+            ends_epoch = at.update % task.per_epoch == 0 or at.update == task.updates
+            saves = ends_epoch or (save_every is not None and at.update % save_every == 0)
+            # Reading the losses waits for the device, so what follows is not done at each update.
+            if not saves and at.update % self.every:
                 continue
 
             # A network is saved only if the losses and its weights are finite, in all processes.
-            finite, asked = self._agree(stop.is_set())
-            if finite and (due or asked):
-                finite = all(
+            is_finite, must_stop = self._agree(stop.is_set())
+            if is_finite and (saves or must_stop):
+                is_finite = all(
                     bool(parameter.isfinite().all()) for parameter in nn.Module.parameters(task.raw)
                 )
-            if not finite:
+            if not is_finite:
                 raise self._not_finite()
 
+            # The end of an epoch saves the state, too.
             self._show()
-            if ends:
+            if ends_epoch:
                 self._end_epoch()
-            elif due or asked:
+            elif saves or must_stop:
                 self._save()
-            if asked:
+            if must_stop:
                 break
         return at.update == task.updates
 
@@ -303,23 +311,31 @@ class TrainingRun:
         )
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Do one update, on as many of the next micro-batches as the recipe accumulates."""
+        """Do one update of the weights, on the next micro-batches.
+
+        The recipe says how many of them an update takes (`train.accumulate`).
+
+        Args:
+            batches: The images (N, C, H, W) and labels (N,) of each micro-batch.
+        """
         task = self.task
         engine = self.engine
         update = self.at.update
         seed = self.recipe.train.seed
         torch.manual_seed(key(seed, "update", update, engine.process_index))
 
-        # A schedule by epoch keeps the rate that it has at the epoch's first update.
+        # Set the learning rate and mixup for this update. A schedule by epoch keeps the rate of the
+        # epoch's first update.
         scheduled_update = update
         if self.recipe.schedule.by_epoch:
             scheduled_update = update - update % task.per_epoch
         task.scheduler.step_update(scheduled_update)
         task.objective.begin_update(update / task.per_epoch)
-        # The rate that is shown is the recipe's, without the group's own multiplier.
-        first = task.optimizer.param_groups[0]
-        self.lr = float(first["lr"] / first.get("lr_scale", 1.0))
+        # The rate that is shown is the recipe's, without a group's own multiplier.
+        first_group = task.optimizer.param_groups[0]
+        self.lr = float(first_group["lr"] / first_group.get("lr_scale", 1.0))
 
+        # In `accumulate`, Accelerate lets the optimizer step only at the last micro-batch.
         task.model.train()
         for _ in range(self.recipe.train.accumulate):
             images, labels = self._placed(*next(batches))
@@ -337,7 +353,11 @@ class TrainingRun:
             task.ema.update(task.raw, step=update + 1)
 
     def _placed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images and labels on the device.
+        """Return images and labels on the device, the images in the network's dtype and layout.
+
+        Args:
+            images: The images (N, C, H, W).
+            labels: Their labels (N,).
 
         Raises:
             SourceError: A label is none of the network's classes.
@@ -364,15 +384,16 @@ class TrainingRun:
             Whether the losses since the last call are finite in all processes, and whether any
             process was asked to stop.
         """
+        # A request is a 1 beside the losses, so that one sum over the processes serves for both.
         sums = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
-        loss, stop = self.engine.reduce(sums, "sum").tolist()
+        loss, requests = self.engine.reduce(sums, "sum").tolist()
         self.at.loss += loss / self.engine.num_processes
         self.sum.zero_()
-        return math.isfinite(loss), stop > 0
+        return math.isfinite(loss), requests > 0
 
     @property
     def _updates_in_epoch(self) -> int:
-        """The number of updates in this epoch so far. It needs at least one update of the run."""
+        """The number of updates in this epoch so far, after at least one update of the run."""
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:
@@ -391,7 +412,7 @@ class TrainingRun:
             averaged = measure(task.ema.module, task.validation, self.engine)
             averaged_loss = self._held_out_loss(task.ema.module)
 
-        # If the averaged network is better than the trained one, it is the one that best/ may get.
+        # If the averaged network is better than the trained one, it is the candidate for best/.
         network = task.raw
         is_more_accurate = averaged is not None and plain is not None and averaged.top1 > plain.top1
         has_less_loss = averaged_loss is not None and loss is not None and averaged_loss < loss
@@ -444,7 +465,13 @@ class TrainingRun:
         return total / count
 
     def _warn_of_rise(self, loss: float | None) -> None:
-        """Tell the user if training has raised the held-out loss: once, and again at the end."""
+        """Tell the user if training has raised the held-out loss above its value at the beginning.
+
+        The user is told once, and again at the end of the run.
+
+        Args:
+            loss: The held-out loss at the end of this epoch. None if it was not measured.
+        """
         rows = self.at.rows
         began_with = rows[0]["val_loss"]
         if loss is None or began_with is None or not _is_risen(loss, began_with):
@@ -453,12 +480,12 @@ class TrainingRun:
         rose_before = any(_is_risen(row["val_loss"], began_with) for row in rows[1:-1])
         is_end = self.at.update == self.task.updates
         if is_end or not rose_before:
-            kept = f"the network of epoch {self.at.best_epoch:g}"
+            in_best = f"the network of epoch {self.at.best_epoch:g}"
             if self.at.best_epoch == 0:
-                kept = "the network as it began; lower optim.lr"
+                in_best = "the network as it began; lower optim.lr"
             self.say(
                 f"the loss on held-out inputs has risen from {began_with:.4g} to {loss:.4g}: best/"
-                f" stays {kept}"
+                f" stays {in_best}"
             )
 
     def _row(
@@ -483,11 +510,11 @@ class TrainingRun:
         row.update(epoch=int(epoch) if epoch.is_integer() else epoch, update=at.update)
 
         if began:
-            rate = self._updates_in_epoch * self.recipe.data.batch_size / at.seconds
+            images_per_s = self._updates_in_epoch * self.recipe.data.batch_size / at.seconds
             row.update(
                 lr=self.lr,
                 train_loss=at.loss / self._updates_in_epoch,
-                images_per_s=rate,
+                images_per_s=images_per_s,
                 seconds=at.seconds,
             )
         if plain is not None:
@@ -499,6 +526,7 @@ class TrainingRun:
         return row
 
     def _save(self) -> None:
+        """Write the state from which the run can be continued, in the first process."""
         if self.engine.is_main_process:
             self.folder.write_state(self.at, self.task.parts())
 
@@ -511,7 +539,7 @@ class TrainingRun:
         if self.progress is None:
             return
 
-        moment = TrainingProgress(
+        training_progress = TrainingProgress(
             update=at.update,
             updates=task.updates,
             epoch=at.update / task.per_epoch,
@@ -521,12 +549,12 @@ class TrainingRun:
             loss=loss,
             top1=at.rows[-1]["top1"] if at.rows else None,
         )
-        self.progress(moment)
+        self.progress(training_progress)
 
     def network(self, trained: nn.Module) -> nn.Module:
         """Return a network on the CPU with the tensors of `trained`.
 
-        It has the structure that training began with, without SyncBatchNorm and compiled code.
+        It has the structure that training began with: no SyncBatchNorm, no compiled code.
         """
         fresh = duplicate(self.blank, {})
         fresh.load_state_dict(trained.state_dict())
@@ -547,21 +575,23 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
     if share is None:
         return None
     if engine.num_processes > 1:
-        # Without SyncBN every process has running statistics of its own.
+        # Without SyncBN every process has running statistics of its own. All take those of the
+        # first process.
         for buffer in nn.Module.buffers(model):
             dist.broadcast(buffer, 0)
 
-    # Means over all images are sums over the processes, each weighted by its number of images.
-    # Speeds add up.
+    # Each value is multiplied by the number of images of its process, and added up over the
+    # processes. The sum for 1 is the number of all images, by which the other sums are divided. The
+    # speed is divided by the number of images first, so that its sum is the sum of the speeds.
     measured = evaluate(model, share)
-    means = [
+    values = [
         measured.top1,
         measured.top5,
         measured.loss,
         1.0,
         measured.images_per_s / measured.count,
     ]
-    sums = torch.tensor(means, device=engine.device, dtype=precise(engine.device)) * measured.count
+    sums = torch.tensor(values, device=engine.device, dtype=precise(engine.device)) * measured.count
     top1, top5, loss, count, speed = engine.reduce(sums, "sum").tolist()
     return Evaluation(
         top1=top1 / count,
@@ -573,9 +603,9 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
 
 
 def precise(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums: float64, by which the order of processes hardly matters.
+    """Return the dtype of sums on a device: float64, or float32 on MPS, which has no float64.
 
-    MPS has no float64; there it is float32.
+    In float64 the order in which the processes are added up hardly matters.
     """
     if device.type == "mps":
         return torch.float32

@@ -41,7 +41,9 @@ _HEADS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def optimizer(
     model: nn.Module, optim: Optim, network: Network | None = None
 ) -> torch.optim.Optimizer:
-    """Return timm's optimizer, over groups by the role of every parameter.
+    """Return timm's optimizer, with parameters grouped by their role in the network.
+
+    The groups differ in weight decay and learning rate.
 
     Args:
         model: The network to train.
@@ -52,9 +54,9 @@ def optimizer(
         OptionError: Timm does not know the optimizer's name, or that optimizer does not take such
             groups.
     """
-    policy: Policy = optim.decay
     # With auto the scheme of the last conversion says which parameters decay. A network that was
     # never converted follows kim2022.
+    policy: Policy = optim.decay
     if policy == "auto":
         steps = provenance.of(model).plan.steps
         policy = schemes.get(steps[-1].scheme).decay if steps else "kim2022"
@@ -113,12 +115,13 @@ def scheduler(
                 **common,
             )
 
+    # The epochs at which the rate drops. After the warm-up of a constant schedule there are none.
     epochs = list(schedule.milestones) if schedule.name == "multistep" else []
     if schedule.name == "step":
         every = schedule.milestones[0]
         count = int(updates / per_epoch / every)
         epochs = [every * number for number in range(1, count + 1)]
-    # timm's milestone m acts at update m - 1.
+    # With timm, a drop at the milestone m acts at update m - 1.
     steps = [round(epoch * per_epoch) + 1 for epoch in epochs]
     return MultiStepLRScheduler(
         optimizer, decay_t=steps, decay_rate=schedule.rate, warmup_prefix=False, **common
@@ -126,7 +129,7 @@ def scheduler(
 
 
 def clip_gradients(model: nn.Module, clip: Clip) -> None:
-    """Clip gradients, in place, adaptively or as timm does."""
+    """Clip a network's gradients, in place: adaptively (AGC), by norm or by value."""
     if clip.mode == "agc":
         adaptive_clip_(model, clip.value)
     else:
@@ -148,8 +151,8 @@ def adaptive_clip_(
         model: The network after `backward`, and after its gradients were unscaled.
         share: The largest norm of a gradient, as a share of the norm of the same output's weights.
             Norms of weights below 1e-3 count as 1e-3.
-        head: The classifier. The default is the layer that gives the logits, which is looked for at
-            the first call.
+        head: The classifier, whose gradients are left alone. The default is the layer that gives
+            the logits, which is looked for at the first call.
 
     Returns:
         The norms of the gradients before they were clipped, by output. There is one tensor for each
@@ -160,7 +163,7 @@ def adaptive_clip_(
 
     Source: Brock et al. 2021, arXiv:2102.06171.
     """
-    # Not `share <= 0`, which NaN is not.
+    # `not share > 0` also refuses NaN.
     if isinstance(share, bool) or not share > 0:
         raise OptionError(f"share={share!r:.40} clips nothing", "it is a positive number")
     if head is None:
@@ -195,14 +198,19 @@ def adaptive_clip_(
     factors = torch._foreach_clamp_max(torch._foreach_div(allowed, divisors), 1.0)
     torch._foreach_mul_(gradients, factors)
 
-    before: list[Tensor] = []
+    # The norms get the order of dimensions of their parameters.
+    norms_before: list[Tensor] = []
     for norm, is_transposed in zip(norms, turned, strict=True):
-        before.append(norm.transpose(0, 1) if is_transposed else norm)
-    return before
+        norms_before.append(norm.transpose(0, 1) if is_transposed else norm)
+    return norms_before
 
 
 def _norms_by_output(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return each tensor's norms over all dimensions but the first. A vector has one norm."""
+    """Return each tensor's L2 norms over all dimensions but the first, which is kept.
+
+    The norms (outputs, 1, ...) broadcast to the tensor. A vector or a number has one norm.
+    """
+    # The norms of all vectors are computed by one call, and handed out in order.
     vectors = [tensor for tensor in tensors if tensor.ndim <= 1]
     vector_norms = iter(torch._foreach_norm(vectors) if vectors else ())
 
@@ -231,6 +239,7 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     """
     get_classifier = getattr(model, "get_classifier", None)
     layer = get_classifier() if callable(get_classifier) else None
+    # A network of timm without a classifier names an identity, which has no parameters.
     if isinstance(layer, nn.Module) and next(nn.Module.parameters(layer), None) is not None:
         return layer
 
@@ -267,6 +276,7 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
 
     Source: Hinton et al. 2015, arXiv:1503.02531, section 2.
     """
+    # With a temperature, scores are compared as probabilities.
     if temperature is not None:
         if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
             what = f"temperature={temperature!r:.40} softens nothing"
@@ -279,6 +289,7 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
             divergence = F.kl_div(learned, target, reduction="batchmean", log_target=True)
             return temperature**2 * divergence
 
+    # Other outputs are compared by name, one by one.
     values = dict(named_tensors(output))
     targets = dict(named_tensors(taught))
     errors = []
@@ -338,8 +349,9 @@ class Objective:
     ) -> None:
         self.distill = recipe.distill
         self.teacher = teacher
+        # With None, `teacher_loss` does not take an output for scores.
         self.temperature = recipe.distill.temperature if recipe.distill and classifies else None
-        # The weight of the labels in the loss.
+        # The weight of the labels in the loss. The teacher has the rest.
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing = recipe.train.smoothing
         self.bce = recipe.train.bce
@@ -362,7 +374,9 @@ class Objective:
             )
 
     def begin_update(self, epoch: float) -> None:
-        """Mix the images of the next update, unless the recipe ends mixing before.
+        """Set whether mixup mixes the images of the next update.
+
+        It does so up to the epoch `data.augment.mixup_off`, if the recipe names one.
 
         Args:
             epoch: The number of epochs done, as a fraction.
@@ -379,8 +393,9 @@ class Objective:
             model: The network, in the form in which it is trained.
             images: The images (N, C, H, W).
             labels: Their labels (N,), which are not read where the teacher alone teaches.
-            seed: A seed of several parts, from which mixup draws (`drawn_by`).
+            seed: The seed of mixup, as several parts (`drawn_by`).
         """
+        # Labels without weight may be no classes of the network, and 0 stands for each.
         target = labels if self.labels else torch.zeros_like(labels)
         if self.mixup is None:
             return self.loss(model, images, target, smoothing=self.smoothing)
@@ -403,7 +418,7 @@ class Objective:
         """
         output = model(images)
         loss = torch.zeros((), device=images.device)
-        # `labels` and `distill.weight` are the weights of the two losses, of which either may be 0.
+        # `self.labels` and `distill.weight` are the weights of the two losses. Either may be 0.
         if self.labels:
             loss = self.labels * self._label_loss(scores(output), target, smoothing)
         if self.distill and self.teacher:
@@ -446,6 +461,7 @@ class Teacher(nn.Module):
         of_student = zoo.data_config(student)
         of_teacher = zoo.data_config(network)
         teacher_std = torch.tensor(of_teacher["std"])
+        # So it takes x ratio + shift.
         ratio = torch.tensor(of_student["std"]) / teacher_std
         mean_difference = torch.tensor(of_student["mean"]) - torch.tensor(of_teacher["mean"])
         shift = mean_difference / teacher_std
@@ -459,5 +475,5 @@ class Teacher(nn.Module):
         return self.network(images if self.same else images * self.ratio + self.shift)
 
     def train(self, mode: bool = True) -> Teacher:
-        # A teacher stays in eval mode.
+        """Stay in eval mode, whatever mode is asked for."""
         return super().train(False)

@@ -54,6 +54,7 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     Raises:
         RecipeError: Two words are no overrides. Only one such word, the MODEL, is allowed.
     """
+    # An override is optim.lr=0.05, for instance. Any other word is taken for the MODEL.
     overrides = [word for word in words if _OVERRIDE.match(word)]
     models = [word for word in words if not _OVERRIDE.match(word)]
     if len(models) > 1:
@@ -106,7 +107,7 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         # NaN and infinity pass here: pydantic refuses them, in a message that names the key.
         reading.check_plain(tree, finite=False)
-        # Strict: neither true nor "1" is taken for 1.
+        # Strict validation takes neither true nor "1" for 1.
         recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
         # The arguments of optimizers and schemes are not typed, so pydantic lets NaN pass in them.
         reading.check_plain(tree)
@@ -119,6 +120,7 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """Return the recipe as YAML for `load_recipe`, with every key, as defaults may change later."""
+    # Groups of keys are written in block style, and the keys stay in their order.
     yaml = YAML(typ="safe", pure=True)
     vars(yaml).update(default_flow_style=False, sort_base_mapping_type_on_output=False)
     out = io.StringIO()
@@ -151,6 +153,7 @@ def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str,
         above: The text before the keys of a group. Empty at the top.
     """
     for name, field in group.model_fields.items():
+        # A group of keys has the type `Clip`, for instance, or `Clip | None`.
         kinds = (field.annotation, *get_args(field.annotation))
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)]
         if inner:
@@ -168,7 +171,12 @@ def every_key(group: type[Part] = Recipe, above: str = "") -> Iterator[dict[str,
 
 
 def _takes(kind: Any) -> list[str]:
-    """Return the allowed words of a key, or the names of its allowed types."""
+    """Return the allowed words of a key, or the names of its allowed types.
+
+    Args:
+        kind: The type of the key, such as `Literal["no", "bf16"]` or `float | None`.
+    """
+    # The types inside Annotated, a union or None are taken one by one. None is not named.
     origin = get_origin(kind)
     arguments = get_args(kind)
     if origin is Literal:
@@ -214,7 +222,16 @@ def _parsed(content: str, label: str) -> object:
 
 
 def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
-    """Return a tree of keys in which an override is set. Groups that it needs are made."""
+    """Return a tree of keys in which one key is overridden. Groups that are missing are made.
+
+    Args:
+        tree: The keys of a recipe. A group of keys is a mapping.
+        override: The key with its new value, such as `optim.lr=0.05`.
+
+    Raises:
+        RecipeError: The override is not KEY=VALUE, its value is not YAML, or a step of the key is
+            no group of keys.
+    """
     key, sign, value = override.partition("=")
     steps = key.strip().split(".")
     if not sign or not all(steps):
@@ -239,6 +256,7 @@ def _overridden(tree: Mapping[str, object], override: str) -> dict[str, object]:
 def _problems(error: ValidationError) -> Iterator[str]:
     """Yield a sentence about each thing that is wrong with a recipe."""
     for problem in error.errors(include_url=False):
+        # The location is ("optim", "lr"), for instance.
         path = [str(step) for step in problem["loc"]]
         key = ".".join(path)
         kind = problem["type"]
@@ -248,7 +266,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
                 key,
                 [str(row["key"]) for row in every_key()],
                 "`normswap recipes --keys` lists all",
-                1,
+                most=1,
             )
             yield f"unknown key {key} ({hint})"
         elif kind == "value_error":

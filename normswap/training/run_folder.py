@@ -115,7 +115,7 @@ class Folder:
 
     Args:
         place: The folder's path.
-        identity: The values that may not change when the run is continued (`identify`).
+        identity: The values by name that may not change when the run is continued (`identify`).
     """
 
     def __init__(self, place: Path, identity: Mapping[str, object]) -> None:
@@ -128,10 +128,10 @@ class Folder:
         self.state = place / _STATE / "run.pt"
 
     def check_new(self) -> None:
-        """Raise OutputError where no run can begin because the folder holds something.
+        """Raise OutputError if the folder holds anything that a new run must not overwrite.
 
-        A folder may hold the files of a run that was killed before it wrote its first state,
-        because they are not worth keeping. Any other file is a reason to refuse the folder.
+        A run that was killed before it wrote its first state may have left files. They are not
+        worth keeping, so they are allowed. Any other file is a reason to refuse the folder.
         """
         if self.state.is_file():
             remedy = f"{spelled('resume', 'auto')} continues it; or give another folder"
@@ -161,9 +161,10 @@ class Folder:
         atomic_write.text(self.recipe, recipe_files.dump(recipe))
 
     def _foreign_entry(self) -> str | None:
-        """Return what a run that was killed before its first state cannot have left, or None.
+        """Return the first entry of the folder that no killed run can have left, or None.
 
-        The result is an entry of the folder, or a few words about one.
+        The killed run is one that has not written its first state. The result is the entry's name,
+        or a few words about it.
         """
         if not self.place.exists() and not self.place.is_symlink():
             return None
@@ -173,6 +174,7 @@ class Folder:
         names = {path.name for path in self.place.iterdir()}
         for name in sorted(names):
             path = self.place / name
+            # `_NAMES` says which names are directories.
             is_of_a_run = name in _NAMES and path.is_dir() is _NAMES[name]
             # A killed process leaves files and folders that were not finished.
             is_unfinished = any(
@@ -183,7 +185,13 @@ class Folder:
         return self._out_of_order(names) or self._foreign_state() or self._later_row()
 
     def _out_of_order(self, names: set[str]) -> str | None:
-        """Return an entry that a run makes only after another entry, which is missing, or None."""
+        """Return an entry without the entry that a run makes before it, in words, or None.
+
+        A run makes state/ first, then recipe.yaml, then all others.
+
+        Args:
+            names: The names of the folder's entries.
+        """
         later = sorted(name for name in names if name in _NAMES and name not in (_STATE, _RECIPE))
         if later and _RECIPE not in names:
             return f"{later[0]} and no {_RECIPE}"
@@ -214,9 +222,10 @@ class Folder:
         return None
 
     def _later_row(self) -> str | None:
-        """Return the reason to refuse the folder if metrics.csv has rows after an update, or None.
+        """Return words about metrics.csv if it has more than the row before training, or None.
 
-        A run with such rows had a state, and the networks in its folder are trained.
+        A run with more rows had a state, and the networks in its folder are trained. A table that
+        cannot be read counts as one with more rows.
         """
         if not self.metrics.is_file():
             return None
@@ -250,7 +259,8 @@ class Folder:
         body = {"identity": self.identity, "position": vars(position), **parts}
         # On a full disk torch.save raises various errors, and may leave half a file.
         buffer = io.BytesIO()
-        # torch.save would store a GPU as the device, and of a view on it the whole storage.
+        # Tensors are copied from a GPU to the CPU. torch.save would store the GPU as their device,
+        # and for a view all memory behind it.
         torch.save(calling.changed(body, Tensor.cpu), buffer)
         atomic_write.whole(self.state, lambda aside: aside.write_bytes(buffer.getbuffer()))
 
@@ -269,7 +279,8 @@ class Folder:
         except Exception as error:
             raise SourceError(f"{self.state} cannot be read", first_line(error)) from None
 
-        # A run of an older version did not know later keys. It ran with their defaults.
+        # An older version did not know the keys that were added later. Its runs had their defaults.
+        # `Recipe(summary="")` has the default of every key.
         for name, value in recipe_files.flat(Recipe(summary="")).items():
             if name in self.identity:
                 identity.setdefault(name, value)
@@ -280,7 +291,7 @@ class Folder:
         return position, body
 
     def write_network(self, model: nn.Module, place: Path) -> None:
-        """Write a network in the place of the one that is there.
+        """Write a network into best/ or last/, in place of the network that is there.
 
         Args:
             model: The network.
@@ -293,10 +304,10 @@ class Folder:
 
 
 def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]:
-    """Return the values that must be the same when a run continues.
+    """Return the values, by name, that must be the same when a run continues.
 
-    The values are the keys of the recipe, the hash of the network before training, and the hash of
-    the images.
+    They are the values of the recipe's keys, without those that may change, and hashes of the
+    network before training, of the plan that converted it before, and of the images.
 
     Args:
         model: The network before the recipe converts it.

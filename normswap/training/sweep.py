@@ -48,7 +48,7 @@ class Trial:
         state: One of done, at chance, diverged, failed and running.
         top1: The accuracy after the last epoch, in percent.
         train_loss: The mean training loss of the last epoch.
-        note: Why the run has failed or diverged.
+        note: A sentence on why the run has failed, has diverged or is at chance.
         folder: The run's folder.
         seconds: How long the run took.
     """
@@ -96,14 +96,18 @@ class RunEnd:
 class Line:
     """The runs of one learning rate, summed up.
 
+    Of n runs with different seeds, the k with the highest accuracies count.
+
     Args:
         lr: The learning rate.
         runs: The number of runs that have ended.
-        mean: The mean of the best k top-1, in percent, or of fewer if fewer runs have succeeded.
+        mean: The mean top-1 of the best k runs in percent, or of fewer if fewer have succeeded.
+            None if none has.
         std: The standard deviation of the same runs as a sample. None for one run.
         counted: The number of runs in mean and std.
         lost: The number of runs that have ended without an accuracy, or at chance.
-        full: Whether all n runs have ended and k have succeeded, so that this can be the best.
+        full: Whether all n runs have ended and k have succeeded. Only then this can be the best
+            learning rate.
         best: Whether this is the best learning rate.
     """
 
@@ -118,7 +122,7 @@ class Line:
 
     @property
     def text(self) -> str:
-        """`91.20 ± 0.31`, or nothing where no run has succeeded."""
+        """Mean and standard deviation, as `91.20 ± 0.31`. Empty if no run has succeeded."""
         if self.mean is None:
             return ""
         if self.std is None:
@@ -159,6 +163,7 @@ def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
     summed: list[Line] = []
     for lr in sorted({trial.lr for trial in trials}):
         summed.append(_line([trial for trial in trials if trial.lr == lr], seeds, best))
+    # If two means are equal, `highest` has two lines, and no line is the best.
     highest = _highest(summed)
     return [replace(line, best=highest == [line]) for line in summed]
 
@@ -169,6 +174,7 @@ def _highest(rates: Sequence[Line]) -> list[Line]:
     Args:
         rates: The line of each learning rate.
     """
+    # A full line has successes, and so a mean.
     means = [line.mean for line in rates if line.full and line.mean is not None]
     return [line for line in rates if line.full and line.mean == max(means)]
 
@@ -275,9 +281,11 @@ def parse_rates(text: str) -> list[float]:
     """
     rates: set[float] = set()
     for word in text.split(","):
+        # A word is 0.01, or 2^-5, or 2^-4..2^1. A power without dots counts as a range of one.
         first, dots, last = (bound.strip() for bound in word.partition(".."))
         low = _POWER.match(first)
         high = _POWER.match(last if dots else first)
+        # Both bounds must be powers of the same base. Any other word must be a number.
         try:
             if low and high and low[1] == high[1]:
                 named = [float(low[1]) ** power for power in range(int(low[2]), int(high[2]) + 1)]
@@ -286,6 +294,7 @@ def parse_rates(text: str) -> list[float]:
         except (ValueError, OverflowError, ZeroDivisionError):
             named = []
 
+        # A range whose first power is the higher one names none.
         if not named or not all(0 < rate < math.inf for rate in named):
             remedy = (
                 "Write numbers and powers of one base, the lower first, as in 0.05,0.1 or 2^-4..2^1"
@@ -334,7 +343,7 @@ class Sweep:
             raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
         self.study = self._open(url or f"sqlite:///{place / 'sweep.db'}")
 
-        # Two workers of one sweep must agree on these.
+        # All workers of a sweep must agree on these settings. The first one has stored its own.
         keys = {key: value for key, value in recipe_files.flat(recipe).items() if key not in _FREE}
         settings = {**keys, **subject}
         if "sweep" not in self.study.user_attrs:
@@ -345,7 +354,10 @@ class Sweep:
             )
 
     def _open(self, url: str) -> optuna.Study:
-        """Return the study of this sweep, made if it is not there.
+        """Return Optuna's study of this sweep. It is made if the database has none.
+
+        Args:
+            url: The address of the database.
 
         Raises:
             SourceError: The storage cannot be opened.
@@ -366,7 +378,7 @@ class Sweep:
         raise SourceError(f"{url} is no storage of sweeps", why)
 
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
-        """Open a database.
+        """Return Optuna's storage in a database.
 
         In SQLite, every transaction is made to take the write lock when it begins. By default a
         transaction takes the lock at its first write, and two transactions that have both read by
@@ -392,15 +404,20 @@ class Sweep:
         return storage
 
     def work(self, objective: Objective, *, progress: Progress = lambda text: None) -> bool:
-        """Run waiting points until none waits, and return whether all points are done.
+        """Run waiting points until none waits.
 
         Args:
             objective: The function that trains.
             progress: A function that is called with the name of each run.
 
+        Returns:
+            Whether all points are done. False if this worker was asked to stop, or if other workers
+            still train when it has waited long enough for them.
+
         Raises:
             NormswapError: Every run would fail.
         """
+        # Seconds since the last run of this worker, while others train.
         waited = 0
         while True:
             # Queue the points that neither wait nor run, and have not ended.
@@ -419,10 +436,12 @@ class Sweep:
             elif "RUNNING" not in states:
                 return True
             elif waited > GRACE + BEAT:
-                # A dead worker's run would be queued again by now. Living workers do the rest.
+                # The run of a dead worker would be queued again by now. So the workers of the runs
+                # that are left are alive, and finish them.
                 return False
             else:
-                # The run of a worker that has died fails, and its point is queued again.
+                # Optuna is told to look for dead workers. Their runs fail, so that the loop queues
+                # their points again.
                 time.sleep(1)
                 waited += 1
                 self.optuna.storages.fail_stale_trials(self.study)
@@ -437,13 +456,16 @@ class Sweep:
 
         def run(trial: optuna.Trial) -> float:
             """Train with the pair (lr, seed) that the trial was queued with."""
+            # Optuna never looks after a trial without a heartbeat, and its own thread may not have
+            # given the first one before this worker dies.
             self.storage.record_heartbeat(trial._trial_id)
-            points = {
+            point_by_trial = {
                 other.number: _point(other) for other in self.study.get_trials(deepcopy=False)
             }
-            point = points[trial.number]
+            point = point_by_trial[trial.number]
             earlier = [_point(other) for other in self._valid() if other.number < trial.number]
-            # Another worker has emptied the queue, or two workers have queued the same point.
+            # The trial has no point if another worker has emptied the queue. It has the point of an
+            # earlier trial if two workers have queued the same one.
             if point is None or point in earlier:
                 raise self.optuna.TrialPruned
             # Optuna notes the queued values as the trial's parameters. The bounds let any pass.
@@ -456,7 +478,9 @@ class Sweep:
     def _train(
         self, trial: optuna.Trial, lr: float, seed: int, objective: Objective, progress: Progress
     ) -> float:
-        """Train with one pair (lr, seed) and return its top-1. An error is noted in the trial.
+        """Train with one pair (lr, seed), and return the top-1 in percent.
+
+        How the run ended is noted in the trial, also if it ended in an error.
 
         Args:
             trial: Optuna's record of the run.
@@ -485,7 +509,8 @@ class Sweep:
             trial.set_user_attr("lost", state)
             raise
 
-        # Optuna lets the trial fail, so its point is queued again.
+        # Somebody asked the run to stop. The error makes the trial fail in Optuna's eyes. Such a
+        # trial does not count as ended (`_valid`), so its point is queued again.
         if end is None:
             raise _StoppedError
         trial.set_user_attr("train_loss", end.train_loss)
@@ -497,8 +522,10 @@ class Sweep:
     def _valid(self) -> list[optuna.trial.FrozenTrial]:
         """List the trials that wait, run or have ended.
 
-        A trial that was stopped, or whose worker was lost, is queued again and does not count.
+        A trial that was stopped, or whose worker has died, is left out: its point is queued again.
         """
+        # Runs that have failed, have diverged or are at chance have ended. They have the attribute
+        # `lost`.
         states = ("WAITING", "RUNNING", "COMPLETE")
         return [
             trial
@@ -507,7 +534,7 @@ class Sweep:
         ]
 
     def trials(self) -> list[Trial]:
-        """List every point that was begun, by lr and seed."""
+        """List the run of every point that was begun, in the order of lr and seed."""
         table: dict[Point, Trial] = {}
         for trial in self._valid():
             point = _point(trial)
@@ -525,6 +552,7 @@ class Sweep:
                 folder=trial.user_attrs.get("folder"),
                 seconds=None if trial.duration is None else trial.duration.total_seconds(),
             )
+            # Two workers may have queued the same point. The first trial counts.
             table.setdefault(point, row)
         return [table[point] for point in sorted(table)]
 

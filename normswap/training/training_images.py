@@ -54,8 +54,11 @@ class Share:
     def micro(self, batch: int) -> int:
         """Return the number of images in a micro-batch.
 
+        Args:
+            batch: The number of images in a batch of all processes.
+
         Raises:
-            OptionError: `batch` images cannot be divided equally.
+            OptionError: The batch cannot be divided equally over the micro-batches.
         """
         parts = self.world * self.accumulate
         if batch % parts:
@@ -81,7 +84,8 @@ class Order(Sampler[list[Position]]):
         seed: The seed. The order differs from epoch to epoch.
         first: The first update.
         last: The update before which the order ends.
-        repeats: How often an image comes in succession. An epoch has `count` places all the same.
+        repeats: How many copies of an image follow one another. The copies count: an epoch has
+            `count` of them, and so shows fewer different images if there are several of each.
     """
 
     def __init__(
@@ -123,7 +127,7 @@ class Order(Sampler[list[Position]]):
 
     def _of_epoch(self, epoch: int) -> list[Position]:
         """Return the images of an epoch in order; copies of an image stand side by side."""
-        # As one process asks for all images, timm's sampler neither rounds nor leaves out any.
+        # With a single process that asks for all images, timm's sampler adds and drops none.
         sampler = RepeatAugSampler(
             range(self.count),
             num_replicas=1,
@@ -131,8 +135,9 @@ class Order(Sampler[list[Position]]):
             num_repeats=self.repeats,
             selected_round=0,
         )
-        # The sampler's seed is the number of its epoch.
+        # timm's sampler takes the number of the epoch as its seed, so it is given a seed as number.
         sampler.set_epoch(key(self.seed, "order", epoch))
+        # Copies of an image stand side by side, so its place tells which copy an entry is.
         return [(epoch, index, place % self.repeats) for place, index in enumerate(sampler)]
 
 
@@ -201,7 +206,7 @@ class Seeded(Dataset[Example]):
 
     def __getitem__(self, position: Position) -> Example:
         epoch, index, copy = position
-        # A first copy is named without its number, as images were before they could be repeated.
+        # The first copy of an image draws the numbers that it drew before images could be repeated.
         copies = [copy] if copy else []
         with drawn_by(self.seed, "image", epoch, index, *copies):
             return self.images[self.rows[index]]
@@ -237,6 +242,7 @@ class TrainingImages:
             )
 
         rows = datasets.drawn_rows(len(images), data.samples, seed)
+        # A run is continued only on images with the same digest.
         self.digest = _digest(images)
         self.notes = images.notes
         self.images = Seeded(images, rows, seed)
@@ -310,6 +316,7 @@ def validation(
     if count < share.world:
         raise SourceError(f"{place} has {count} images", f"{share.world} processes validate")
 
+    # The processes take the images in turn.
     loader = loader.only(range(share.rank, count, share.world))
     loader.batches.worker_init_fn = ignore_sigterm
     return loader
@@ -363,9 +370,11 @@ def ignore_sigterm(worker: int) -> None:
 
 
 def places(data: DataPart) -> tuple[str, str | None]:
-    """Return the places of the training and validation images, for `datasets.make_loader`.
+    """Return where the training and the validation images are, for `datasets.make_loader`.
 
-    There may be no validation images.
+    Returns:
+        The place of the training images, and the place of the validation images or None. A place is
+        a path, or the name of a dataset such as `hfds/user/name`.
 
     Raises:
         SourceError: The recipe names no images at all.
@@ -376,12 +385,14 @@ def places(data: DataPart) -> tuple[str, str | None]:
 
     root = Path(data.root)
     if not root.exists():
-        # One name, such as hfds/user/name, stands for all parts of another package's dataset.
+        # The name of another package's dataset, such as hfds/user/name, stands for its validation
+        # part, too.
         prefix, _, _ = data.root.partition("/")
         has_parts = prefix.lower() in image_places.PREFIXES
         return data.root, data.validation or (data.root if has_parts else None)
 
-    # The validation images stand in the folder, or beside it if it is itself the training part.
+    # The training part is a folder or a tar in `root`, such as root/train.tar, or `root` itself.
+    # The validation images stand beside a training part of such a name, or else in `root`.
     training = datasets.part_named(root, datasets.TRAIN) or root
     beside = training.parent if training.name.partition(".")[0] in datasets.TRAIN else root
     validated = data.validation or datasets.part_named(beside, datasets.VALIDATION)
@@ -418,6 +429,7 @@ def image_notes(
             f" network before training is one of them. {_GIVE}"
         )
         return notes
+    # Training and validation images may have the same note, which is said once.
     return list(dict.fromkeys([*notes, *checked.notes]))
 
 
@@ -427,6 +439,7 @@ def _digest(images: datasets.LabelledImages) -> str:
     The names in a Hugging Face dataset are left out, because reading them reads all images.
     """
     digest = hashlib.sha256(str(len(images)).encode())
+    # The reader of a Hugging Face dataset has an attribute `dataset`.
     reader = getattr(images.images, "reader", None)
     if reader is not None and not hasattr(reader, "dataset"):
         for name in reader.filenames():
@@ -462,6 +475,7 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
         interpolation=interpolation,
     )
 
+    # The first of timm's transforms is the random resized crop, which takes any part of an image.
     if augment.scale is None:
         whole: list[Callable[[Image.Image], Image.Image]] = [
             transforms.Resize(size, InterpolationMode(interpolation))

@@ -83,7 +83,7 @@ class TargetTrial:
     answers: Tensor
 
     def record(self, best: "TargetTrial") -> Body:
-        """Return plain values of the trial.
+        """Return the trial as plain values for JSON.
 
         `level` says that the best trial is not known to be better than this one. This is so if its
         lead, in images, is at most the root of the number of images on which the two differ (one
@@ -104,13 +104,16 @@ class TargetTrial:
 
 
 def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
-    """Return the overrides of the recipe for a target, as `normswap finetune` takes them.
+    """Return the overrides of the recipe for a target, such as `optim.lr=0.001`.
+
+    `normswap finetune` takes the same words.
 
     Args:
         advice: The target, with its options.
         lr: The learning rate.
         batch_size: The number of images in a batch.
     """
+    # A reference with BatchNorm is not converted. A scheme that is not exact is fitted to images.
     words = ["convert=null"]
     if advice.scheme != "batchnorm":
         words = [
@@ -185,6 +188,7 @@ class Trials:
         self.batch_size = batch_size
         self.minutes = minutes
         self.progress = progress
+        # The time that the trials may take begins now.
         self.begun = time.monotonic()
         self.device = device
 
@@ -192,7 +196,7 @@ class Trials:
         images = recipe.data.model_copy(update={"root": data})
         self.images, self.to_fit, self.held_out = self._split(images)
 
-        # The network of each target, and its accuracy before training.
+        # By target: the converted network, and its accuracy before training.
         self.networks: dict[str, tuple[Network, Evaluation]] = {}
         self.trials: list[TargetTrial] = []
         # Seconds of an update and of an evaluation, as they were measured last.
@@ -208,6 +212,7 @@ class Trials:
         record = image_record(self.source.module)
         place, validated = places(data)
         training = make_loader(record, place, split="train", workers=0)
+        # The numbers of the images that are trained on.
         rows: Sequence[int] = range(training.count or 0)
         if validated is not None:
             held_out = make_loader(record, validated, workers=0, samples=_MOST_HELD_OUT)
@@ -225,7 +230,7 @@ class Trials:
                 f"Give more images, or a lower {spelled('batch_size')}",
             )
 
-        # The images are those of `rows` alone, without the held-out ones.
+        # `TrainingImages` takes all images of the training part. It is given those of `rows` alone.
         images = TrainingImages(record, data, 0, labelled=True)
         images.images.rows = rows
         to_fit = training.only([rows[index] for index in drawn_rows(len(rows), 100, 0)])
@@ -241,8 +246,8 @@ class Trials:
         Raises:
             OptionError: The minutes are too few.
         """
-        # Each round must have more updates than the one before. So the first has `_FEWEST_UPDATES`
-        # at least.
+        # Each round must have more updates than the one before. So the first round gets
+        # `_FEWEST_UPDATES` at least.
         usual = recipe_files.load_recipe(RECIPE).optim.lr
         updates = _FEWEST_UPDATES - 1
         # These trials measure how long an update takes. The first update of a process is slow, so
@@ -251,12 +256,15 @@ class Trials:
             self._trial(possible[0], usual, few)
         self.trials.clear()
 
+        # The first round trains each target at each rate. Every round halves the targets, until two
+        # are left. `standings` has the latest trial of each target, the best first.
         entries: list[tuple[Advice, float]] = []
         for advice in possible:
             entries += [(advice, usual * factor) for factor in _RATES]
         rounds = max(2, math.ceil(math.log2(len(possible))))
         standings: list[TargetTrial] = []
         for number in range(rounds):
+            # The rounds to come share the time that is left. The trials of a round share its time.
             seconds = (_PLANNED * 60 * self.minutes - self.seconds()) / (rounds - number)
             former_updates = updates
             updates = int((seconds / len(entries) - self.evaluating) / self.updating)
@@ -264,15 +272,17 @@ class Trials:
                 break
 
             ended = [self._trial(advice, rate, updates) for advice, rate in entries]
-            # On few images, top-1 is often equal where the losses are not.
+            # Trials are ranked by loss, NaN last. On few images top-1 is often equal.
             ended.sort(key=lambda trial: (math.isnan(trial.loss), trial.loss))
-            # A target's trial of this round goes before those of earlier rounds.
-            best: dict[str, TargetTrial] = {}
+            # Each target keeps one trial: its best of this round or, if it was left behind, the one
+            # of its last round. Targets that were left behind come last.
+            standing_trial: dict[str, TargetTrial] = {}
             for trial in (*ended, *standings):
-                best.setdefault(trial.advice.target, trial)
-            standings = list(best.values())
+                standing_trial.setdefault(trial.advice.target, trial)
+            standings = list(standing_trial.values())
             targets = [trial for trial in standings if trial.advice.target not in REFERENCES]
-            # `targets` has the targets of earlier rounds too, so the share is of all targets.
+            # The better half goes on: as `targets` has those of all rounds, it is a half of them, a
+            # quarter, an eighth ... The references always go on.
             better = max(2, math.ceil(len(targets) / 2 ** (number + 1)))
             going_on = targets[:better]
             going_on += [trial for trial in standings if trial.advice.target in REFERENCES]
@@ -300,7 +310,7 @@ class Trials:
         )
 
     def seconds(self) -> float:
-        """Return how long it has taken so far, and show it."""
+        """Return how many seconds all trials have taken so far, and show them to the user."""
         seconds = time.monotonic() - self.begun
         self.progress(int(seconds), math.ceil(60 * self.minutes))
         return seconds
@@ -356,21 +366,29 @@ class Trials:
         recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
 
         engine = assembly.accelerator(recipe, self.device, Path(), "none")
-        # The source is a module of its own here, so `Subject.teacher` takes it as the teacher, and
-        # does not look for what it was made from.
+        # The teacher is the source. It is copied to be another module than the network's: for one
+        # and the same module, `Subject.teacher` may open what the network was once made from.
         subject = assembly.Subject(network, copying.duplicate(self.source.module, {}))
         task = assembly.Task(subject, self.images, recipe, engine, validates=False)
+        # Each update puts the network into training mode, which the hook undoes for the BatchNorms.
         if advice.target == _IN_EVAL_MODE:
             task.model.register_forward_pre_hook(_norms_to_eval)
-        # `update` writes nothing, so the folder is never made.
-        loop = TrainingRun(task, Folder(Path(), {}), network.module, None, print)
+        # `update` reads no folder and writes none, saves no network and says nothing. So these
+        # arguments only fill the place of a run's.
+        loop = TrainingRun(
+            task,
+            folder=Folder(place=Path(), identity={}),
+            blank=network.module,
+            progress=None,
+            say=print,
+        )
         batches = self.images.batches(task.share, 0, updates)
 
         start = time.monotonic()
         while loop.at.update < updates:
             loop.update(batches)
             loop.at.update += 1
-            # It shows how long the trials have taken; how long that is does not matter here.
+            # The call shows the user how long the trials have taken. Its result is not needed.
             self.seconds()
         # Reading the losses waits until the device has done all updates.
         loop.sum.item()
@@ -378,8 +396,8 @@ class Trials:
         return task.raw
 
     def _classified(self, model: nn.Module) -> tuple[Evaluation, Tensor]:
-        """Return a network's accuracy and classes (N,) on the held-out images."""
+        """Return a network's accuracy on the held-out images, and its class for each, (N,)."""
         start = time.monotonic()
-        answers = classify(devices.place(copying.duplicate(model, {}), self.device), self.held_out)
+        result = classify(devices.place(copying.duplicate(model, {}), self.device), self.held_out)
         self.evaluating = time.monotonic() - start
-        return answers
+        return result
