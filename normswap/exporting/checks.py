@@ -30,7 +30,7 @@ from normswap.models.modes import full_precision
 from normswap.models.network_input import ANSWERS, answer
 from normswap.proof import allowance, running, verdict
 from normswap.proof.allowance import Allowance
-from normswap.proof.distance import Distance, OutputDistances, Outputs, distance
+from normswap.proof.distance import Agreement, Distance, OutputDistances, Outputs, distance
 from normswap.proof.where import Departure, first_layer_apart
 
 # Rounding is measured on the first batches, until they hold so many samples.
@@ -106,14 +106,14 @@ class Figures:
 
     @property
     def place(self) -> str:
-        """Where the file is off, as far as that is known."""
+        """The first layer that is wrong in the file, as text. Empty where it is not known."""
         if self.apart:
             return f"first at {self.apart}"
         return f"{self.missing} is nowhere in the file" if self.missing else ""
 
     @property
     def passed(self) -> bool:
-        """Whether the file computes what the network does, within the tolerance."""
+        """Whether the error is within the tolerance, in a comparison that could have shown one."""
         return self.relative_l2 <= self.tolerance and not self.unproved
 
     @property
@@ -137,13 +137,15 @@ class Reference:
         source: The network, in float32.
         signature: The inputs and outputs of the network.
         softmax: Whether the file gives probabilities, the softmax of the source's scores.
-        raw: A function from images as `source` takes them to images as the file does.
+        raw: A function that takes images as `source` takes them and returns them as the file takes
+            them. A file that normalizes images itself takes pixels in 0..1.
         rounded: The network with its numbers rounded to the file's precision, called as the file
-            is.
-        anatomy: The source's anatomy, which tells scores of classes from waves and features. None
-            where it cannot be had.
-        unfolded: A function whose context holds a file of the source as it is, in its runtime. It
-            is called where the file's answers are nearly zero and wrong. None if there is none.
+            is. None where the precision is float32, or the rounding is not measured.
+        anatomy: What is known of the source's layers (`graph.anatomy`), by which scores of classes
+            are told from other outputs. None where the source cannot be traced.
+        unfolded: Returns a context manager, which yields a file of the source without folded
+            layers, in its runtime. It is called where the file's answers are nearly zero and wrong.
+            None if such a file is not compared.
     """
 
     source: nn.Module
@@ -155,15 +157,21 @@ class Reference:
     unfolded: Callable[[], AbstractContextManager[Runs]] | None = None
 
     def expected(self, answers: Outputs) -> Outputs:
-        """Return what the file must give where the source gives `answers`."""
+        """Return the outputs that the file must give: `answers` of the source, or their softmax."""
         if not self.softmax:
             return answers
         return {name: logits.softmax(-1) for name, logits in answers.items()}
 
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The file's answers to inputs of the network."""
+        """Return the file's outputs, in order.
+
+        Args:
+            runs: The file in its runtime.
+            x: The inputs as the network takes them. The first of them is changed by `raw`.
+        """
+        inputs = (self.raw(x[0]), *x[1:])
         # A file may write into its input, as the network's forward did.
-        return together(runs(*(tensor.clone() for tensor in (self.raw(x[0]), *x[1:]))))
+        return together(runs(*(tensor.clone() for tensor in inputs)))
 
 
 @full_precision()
@@ -178,21 +186,23 @@ def check(
     refuse: bool = True,
     inside: Inside | None = None,
 ) -> Figures:
-    """Run a file and its network on the same images, and hold the file to the network.
+    """Run a file and its network on the same images, and return how far their outputs differ.
 
     Args:
-        reference: The network, as the file must compute it.
-        runs: The file in its runtime, a function from inputs to answers.
+        reference: The network, and how the file's inputs and outputs differ from the network's.
+        runs: The file in its runtime, a function from inputs to outputs.
         batches: Images (N, C, H, W), preprocessed for the source, or all inputs, each with labels.
         dtype: The precision of the file.
         described: The name of the images in reports.
         what: The name of the file in errors.
-        refuse: Whether an error is raised if the file computes something else.
+        refuse: Whether an error is raised if the file computes something else, or if nothing shows
+            that it does not. Otherwise the returned figures say so.
         inside: Returns a network and the file's runtime with the values inside of the file, so that
             the first layer that is off can be found. It is called where the file is wrong, or in
             int8.
 
     Raises:
+        OptionError: There are no images.
         VerificationError: The file computes something else, does not run, gives another number of
             tensors, or answers every image alike, so that nothing proves it.
     """
@@ -203,14 +213,19 @@ def check(
         raise OptionError("no images to check the file on")
 
     figures = compared.figures(described)
-    figures = _looked_into(figures, reference, inside, compared.first, dtype)
+    figures = _with_first_wrong_layer(figures, reference, inside, compared.first, dtype)
+
+    # Near zero, a runtime may be inexact without any mistake in the file. So the error is compared
+    # with that of a file of the source, which was written without folding.
     if not figures.passed and _is_nearly_zero(figures, compared):
-        own = compared.error_of_unfolded()
-        allowed = Allowance(dtype, figures.tolerance, own, _AS_UNFOLDED, _OF_ZEROS)
+        unfolded_error = compared.error_of_unfolded()
+        allowed = Allowance(dtype, figures.tolerance, unfolded_error, _AS_UNFOLDED, _OF_ZEROS)
         remark = (
-            f"its answers are nearly zero, and a file of the source itself is off by {own:.1e} here"
+            "its answers are nearly zero, and a file of the source itself is off by "
+            f"{unfolded_error:.1e} here"
         )
         figures = replace(figures, tolerance=allowed.most, remark=remark)
+
     if refuse and figures.unproved:
         remedy = "Give images that it has an answer to"
         raise VerificationError(f"nothing proves {what}", figures.unproved, remedy)
@@ -226,14 +241,18 @@ def check(
     return figures
 
 
-def _looked_into(
+def _with_first_wrong_layer(
     figures: Figures, reference: Reference, inside: Inside | None, example: Example, dtype: str
 ) -> Figures:
-    """Return the figures, with the first layer where the file is off if it can be found."""
-    # Whatever fails here, the user is told how far the file is off.
+    """Return the figures, with the first layer where the file is off if it can be found.
+
+    It is looked for where the file does not pass, and in every int8 file.
+    """
+    # A failure here must not hide the figures, which tell the user how far the file is off.
     with suppress(Exception):
         if inside and (dtype == "int8" or not figures.passed):
             network, runs = inside()
+            # This runtime does not show the values inside. `runs` is then the file's content.
             if isinstance(runs, bytes):
                 return replace(figures, missing=first_missing(network, runs, example, dtype))
             values = reference.answers(runs, tuple(example.tensors()))
@@ -244,9 +263,9 @@ def _looked_into(
 
 
 def _is_nearly_zero(figures: Figures, compared: _Compared) -> bool:
-    """Whether a file is wrong only where the network's values are nearly zero.
+    """Whether the network's outputs are nearly zero, and so is the first layer where the file errs.
 
-    The first layer that is off must have such values, so that all layers before it are right.
+    All layers before that layer are right, so a runtime's rounding near zero may explain the error.
     """
     if not compared.peaks or max(compared.peaks.values()) >= _NEARLY_ZERO:
         return False
@@ -254,10 +273,10 @@ def _is_nearly_zero(figures: Figures, compared: _Compared) -> bool:
 
 
 class _Compared:
-    """A file and its network, and what was measured of them so far.
+    """The comparison of a file with its network, summed over the batches that were added.
 
     Args:
-        reference: The network, as the file must compute it.
+        reference: The network, and how the file's inputs and outputs differ from the network's.
         dtype: The precision of the file.
 
     Attributes:
@@ -267,11 +286,11 @@ class _Compared:
             first batches.
         peaks: By output, the largest absolute value of the source's scores.
         outputs: The source's outputs on the first batch.
-        hits: By output, the images whose class is their label.
+        hits: By output, how many images get their label as class.
         changes: By output, how far it moves from sample to sample, as a relative L2.
         expected: The right answers of the file to the first batch: `outputs`, or their softmax.
-        of_samples: The outputs that have a row for each sample.
-        inputs: The inputs of the first batches.
+        of_samples: The names of the outputs that had a row for each sample in every batch.
+        inputs: The inputs of the first batches, of `_KEPT` samples or so in all.
     """
 
     def __init__(self, reference: Reference, dtype: str) -> None:
@@ -302,9 +321,11 @@ class _Compared:
         """
         reference = self.reference
         example = reference.signature.example(tensors)
+        # An empty batch compares nothing.
         if not example.count:
             return
 
+        # Run the network, then the file.
         answers = reference.signature.answers(reference.source, tensors)
         if any(value.is_complex() or value.is_sparse for value in answers.values()):
             remedy = "Let it give both parts: torch.view_as_real, or x.to_dense()"
@@ -318,6 +339,7 @@ class _Compared:
                 f"{what} gives {len(values)} tensors", f"the network gives {len(answers)}"
             )
 
+        # Compare their outputs.
         expected = reference.expected(answers)
         actual = dict(zip(answers, values, strict=True))
         self._add_change(example, expected)
@@ -328,12 +350,18 @@ class _Compared:
                 # The score of a class that is masked out is -inf.
                 peak = logits.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
                 self.peaks[name] = max(self.peaks[name], float(peak))
-            if not logits.ndim or len(logits) != example.count:
+
+            has_row_for_each_sample = logits.ndim > 0 and len(logits) == example.count
+            if not has_row_for_each_sample:
                 self.of_samples.discard(name)
+
+            # Top-1 is counted for scores (N, classes). Their axis of classes is 1.
             axis = self.distances.axes.get(name)
-            is_finite = self.distances.by_output[name].is_comparable
-            if axis == 1 and is_finite and labels is not None:
+            is_comparable = self.distances.by_output[name].is_comparable
+            if axis == 1 and is_comparable and labels is not None:
                 self.hits[name].add(expected[name], actual[name], labels)
+
+        # Keep the first batch, and some inputs for a file of the source.
         if self.distances.count <= _KEPT:
             self.inputs.append(tensors)
         self.first = self.first or example
@@ -341,12 +369,19 @@ class _Compared:
         self.expected = self.expected or expected
 
     def _add_change(self, example: Example, expected: Outputs) -> None:
-        """Note how far each output moves between two samples, in this batch or since the first."""
+        """Note how far each output moves between two samples of this batch, or of two batches.
+
+        Args:
+            example: The call of this batch.
+            expected: The right outputs of the file for this batch.
+        """
         for name, value in expected.items():
+            # Compare all samples of this batch with its first.
             if value.ndim and len(value) == example.count > 1:
                 moved = distance(value, value[:1].expand_as(value)).relative_l2
                 self.changes[name] = max(self.changes[name], moved)
 
+            # Compare the first samples of this batch and of the very first batch.
             first = self.expected.get(name, value)
             if first.ndim and value.ndim:
                 first = first[:1]
@@ -354,11 +389,14 @@ class _Compared:
             self.changes[name] = max(self.changes[name], distance(first, value).relative_l2)
 
     def _unproved(self, allowed: dict[str, float]) -> str:
-        """Return why no output would have shown a mistake. The text is empty if one would have.
+        """Return why the comparison could not have shown a mistake, or "" if it could.
+
+        A mistake shows in an output that changes by more than its allowed error between two inputs.
 
         Args:
             allowed: The relative L2 that is allowed, by output.
         """
+        # int8 claims nothing, so that nothing needs to be proved.
         if self.dtype == "int8":
             return ""
         if min(allowed.values()) >= allowance.PROVES_NOTHING:
@@ -367,7 +405,8 @@ class _Compared:
         def moves() -> bool:
             return any(change > allowed[name] for name, change in self.changes.items())
 
-        # A single sample, or one output for all samples, moves with other inputs only.
+        # With a single sample, or with one output for all samples, the batches show no change. So
+        # the network is run on another input.
         if not moves():
             self._change_the_input()
         if not moves():
@@ -375,12 +414,12 @@ class _Compared:
         return ""
 
     def _change_the_input(self) -> None:
-        """Note how far the source's outputs move when the first batch is another one."""
+        """Note in `changes` how far the source's outputs move when the first batch is changed."""
         assert self.first is not None
         other = running.with_other_values(self.first)
         reference = self.reference
-        # The forward is the user's, and may raise anything for other numbers. Then the output is
-        # believed to depend on them.
+        # The forward is the user's, and may raise anything for other numbers. If it does, each
+        # output counts as one that depends on them.
         moved: Outputs = {}
         with suppress(Exception):
             answers = reference.signature.answers(reference.source, tuple(other.tensors()))
@@ -392,75 +431,102 @@ class _Compared:
             self.changes[name] = distance(self.expected[name], value).relative_l2
 
     def _add_rounding(self, tensors: tuple[Tensor, ...], expected: Outputs) -> None:
-        """Measure what rounding costs the network, on the first batches only."""
+        """Measure how far rounding to the file's precision moves the network's outputs.
+
+        It is measured on the first `_ROUNDED` samples or so.
+
+        Args:
+            tensors: The inputs of a batch.
+            expected: The right outputs of the file for this batch.
+        """
         rounded = self.reference.rounded
         if rounded is None or self.distances.count >= _ROUNDED:
             return
-        lossy = self.reference.answers(rounded, tensors)
-        for (name, value), other in zip(expected.items(), lossy, strict=True):
-            self.rounding[name].add(value, other)
+        rounded_outputs = self.reference.answers(rounded, tensors)
+        for (name, value), rounded_value in zip(expected.items(), rounded_outputs, strict=True):
+            self.rounding[name].add(value, rounded_value)
 
     def figures(self, described: str) -> Figures:
-        """Return the measured figures.
+        """Return the figures of all batches.
 
         The error belongs to the output that exceeds its allowed error the most. Agreement and top-1
         belong to the answer, if one of the outputs is the answer.
+
+        Args:
+            described: The name of the images in reports.
         """
         by_output = self.distances.by_output
         allowed_at = {name: self._allowed(name) for name in by_output}
 
         def excess(name: str) -> float:
+            # The smallest divisor keeps an allowed error of 0 from dividing by 0.
             return by_output[name].relative_l2 / max(allowed_at[name], 1e-300)
 
         worst = max(by_output, key=excess)
-        error = by_output[worst].error("logits", self.distances.precision, ())
-        error = replace(error, output=worst)
+        relative_l2 = by_output[worst].relative_l2
+        agreement, hits = self._answer_figures()
 
-        # Find the output that is the answer, if there is one.
-        several = len(self.distances.by_output) > 1
-        names = [name for name in ANSWERS if name in self.distances.by_output]
-        if not several:
-            names = [error.output]
-        names = [name for name in names if name in self.of_samples]
-        shown = self.distances.agreements.get(names[0]) if names else None
-        # An agreement that was not measured on all samples is not shown.
-        if shown is not None and shown.samples != self.distances.count:
-            shown = None
-        hits = self.hits[names[0]] if names else _Hits()
-
+        # If the error is too large, the file is wrong, and a proof is out of the question.
         unproved = ""
-        if error.relative_l2 <= allowed_at[worst]:
+        if relative_l2 <= allowed_at[worst]:
             unproved = self._unproved(allowed_at)
+
+        # A file with labels claims to be exact only if numbers change with the input, too: equal
+        # labels do not show that the scores behind them are right.
         labels = [name for name, distance in by_output.items() if distance.are_labels]
         moving_numbers = [
             name
             for name in by_output
             if name not in labels and self.changes[name] > allowed_at[name]
         ]
+        claims_exactness = self.dtype != "int8" and bool(moving_numbers or not labels)
 
         return Figures(
-            relative_l2=error.relative_l2,
-            agreement=None if shown is None else shown.share,
+            relative_l2=relative_l2,
+            agreement=None if agreement is None else agreement.share,
             count=self.distances.count,
             tolerance=allowed_at[worst],
             inputs=described,
-            answers=0 if shown is None else shown.places,
-            unit="images" if shown is None else shown.unit,
+            answers=0 if agreement is None else agreement.places,
+            unit="images" if agreement is None else agreement.unit,
             source_top1=hits.top1("source", self.distances.count),
             top1=hits.top1("file", self.distances.count),
-            output=error.output if several else "",
-            exact=self.dtype != "int8" and bool(moving_numbers or not labels),
+            output=worst if len(by_output) > 1 else "",
+            exact=claims_exactness,
             unproved=unproved,
             remark=self._remark_on_labels(labels),
         )
 
+    def _answer_figures(self) -> tuple[Agreement | None, _Hits]:
+        """Return the agreement and the hits of the output that is the answer.
+
+        The agreement is None, and there are no hits, where no output is the answer. The agreement
+        is also None where it was not measured on all samples.
+        """
+        by_output = self.distances.by_output
+        # Among several outputs, the answer is told by its name. A single output is the answer.
+        names = [name for name in ANSWERS if name in by_output]
+        if len(by_output) == 1:
+            names = list(by_output)
+        # The answer has a row for each sample.
+        names = [name for name in names if name in self.of_samples]
+        if not names:
+            return None, _Hits()
+
+        agreement = self.distances.agreements.get(names[0])
+        if agreement is not None and agreement.samples != self.distances.count:
+            agreement = None
+        return agreement, self.hits[names[0]]
+
     def _remark_on_labels(self, labels: list[str]) -> str:
-        """Say of which outputs only labels were compared: a small error of a score is not seen.
+        """Return a remark that only labels were compared, which hide small errors of the scores.
+
+        It is empty where no output is labels, in int8, and where labels could not be compared.
 
         Args:
             labels: The names of the outputs that are labels.
         """
-        # Of labels, the distance is the share that differs. int8 claims nothing of any output.
+        # For labels, the distance is the share that differs. int8 claims nothing of any output.
         differing = [self.distances.by_output[name].relative_l2 for name in labels]
         if not labels or self.dtype == "int8" or not math.isfinite(max(differing)):
             return ""
@@ -474,7 +540,7 @@ class _Compared:
         """Return the relative L2 error that is allowed at one output."""
         distance_of_file = self.distances.by_output[name]
         if self.dtype == "int8":
-            # Half of what guesses get wrong.
+            # Half of the labels that random guesses get wrong may differ.
             return distance_of_file.of_guesses / 2 if distance_of_file.are_labels else _INT8
 
         base = allowance.FLOAT32_BASE
@@ -484,28 +550,30 @@ class _Compared:
         # Eleven files in half precision were off by 0.1 to 1.4 times what rounding costs.
         cost = self.rounding[name].relative_l2
         allowed = Allowance(self.dtype, base, cost, allowance.ROUNDING).most
+        # How much the network enlarges rounding errors takes several runs. So it is measured only
+        # where the error exceeds what every network is allowed.
         if distance_of_file.relative_l2 <= allowed:
             return allowed
         return Allowance(self.dtype, allowed, self._own_change(name), allowance.STRAYING).most
 
     def error_of_unfolded(self) -> float:
-        """Return the error of a file that was written without folding, on the same inputs.
+        """Return the relative L2 error of a file that was written without folding.
 
-        It tells an error of the runtime from one of the folding. The error is 0 if there is no such
-        file.
+        It shows how far the runtime is off without folding, on the inputs that were kept. The
+        result is 0 if there is no such file.
         """
         reference = self.reference
         if reference.unfolded is None:
             return 0.0
-        own = OutputDistances("float32")
+        distances = OutputDistances("float32")
         with reference.unfolded() as runs:
             for tensors in self.inputs:
                 answers = reference.signature.answers(reference.source, tensors)
                 expected = reference.expected(answers)
                 values = reference.answers(runs, tensors)
                 example = reference.signature.example(tensors)
-                own.add(example, expected, dict(zip(expected, values, strict=True)))
-        return own.error().relative_l2
+                distances.add(example, expected, dict(zip(expected, values, strict=True)))
+        return distances.error().relative_l2
 
     def _own_change(self, name: str) -> float:
         """Return how far rounding alone moves one output of the source, on the first batch.
@@ -520,19 +588,21 @@ class _Compared:
         assert self.first is not None
         source = self.reference.source
         answers = self.reference.signature.answers
-        wide = self.first.map_floats(Tensor.double)
-        in_double = list(running.outputs_double(source, wide).values())[self._place(name)]
+        first_in_double = self.first.map_floats(Tensor.double)
+        double_outputs = list(running.outputs_double(source, first_in_double).values())
+        in_double = double_outputs[self._place(name)]
 
         moved = allowance.in_other_digits(source, self.first, calling.anchor(source).dtype)
         by_last_digit = [answers(network, tuple(call.tensors()))[name] for network, call in moved]
 
-        # A last digit may change the number of boxes. Then it says nothing about rounding.
+        # A last digit may change the number of boxes, so that the distance is infinite. Then it
+        # says nothing about rounding.
         others = (in_double, *by_last_digit)
         changes = (distance(other, self.outputs[name]).relative_l2 for other in others)
         return max(filter(math.isfinite, changes), default=0.0)
 
     def _place(self, name: str) -> int:
-        """Return the place of one of the file's outputs among all tensors the source gives."""
+        """Return the index of one of the file's outputs among all tensors the source returns."""
         assert self.first is not None
         signature = self.reference.signature
         if signature.whole:
@@ -547,14 +617,14 @@ class _Compared:
 
 
 class _Hits:
-    """The images whose class is their label, for the source and for its file."""
+    """The number of images whose top class is their label, for the source and for its file."""
 
     def __init__(self) -> None:
         self.labelled = 0
         self.right = {"source": 0, "file": 0}
 
     def add(self, expected: Tensor, actual: Tensor, labels: Tensor) -> None:
-        """Count the images of a batch, and those whose class is right.
+        """Count the images of a batch, and those whose top class is their label.
 
         Args:
             expected: The scores of the source, (N, classes).
@@ -586,12 +656,13 @@ class _Hits:
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:
-    """Yield the same images with their labels, in other batches.
+    """Yield the same images with their labels, in batches of other sizes.
 
     Args:
         batches: Pairs of images and labels, which may be None.
-        singly: Whether each image is a batch by itself. If not, the first image is sent alone, so
-            that the file is also tested at another batch size.
+        singly: Whether each image is yielded alone, for a file that takes one at a time. Otherwise
+            only the first image of all is yielded alone, so that the file is also tested at another
+            batch size.
     """
     for i, (images, labels) in enumerate(batches):
         assert isinstance(images, Tensor)
@@ -600,5 +671,5 @@ def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:
             sizes = [1] * len(images)
         elif i == 0 and len(images) > 1:
             sizes = [1, len(images) - 1]
-        parts = [None] * len(sizes) if labels is None else labels.split(sizes)
-        yield from zip(images.split(sizes), parts, strict=True)
+        label_parts = [None] * len(sizes) if labels is None else labels.split(sizes)
+        yield from zip(images.split(sizes), label_parts, strict=True)

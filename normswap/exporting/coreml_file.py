@@ -44,9 +44,11 @@ def write(contents: FileContents, file: Path) -> None:
             f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}"
         )
 
-    whole = contents.in_float32
+    # coremltools halves the weights itself. It gets the network, or a simpler form of it if it
+    # refuses the first.
+    in_float32 = contents.in_float32
     half = contents.network.dtype == torch.float16
-    converted = or_simpler(whole, lambda network: _converted(network, whole, half=half))
+    converted = or_simpler(in_float32, lambda network: _converted(network, in_float32, half=half))
     try:
         _require_names(converted.get_spec(), contents.network.signature)
         converted.user_defined_metadata.clear()
@@ -92,9 +94,12 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
 
 
 def _require_names(spec: Model, signature: Signature) -> None:
-    """Refuse a file in which a tensor has another name, as coremltools may merge two outputs."""
-    described = spec.description
-    names = [feature.name for side in (described.input, described.output) for feature in side]
+    """Refuse a file in which an input or output has another name than the signature says.
+
+    This happens where coremltools merges two outputs.
+    """
+    interface = spec.description
+    names = [feature.name for feature in (*interface.input, *interface.output)]
     expected = [*signature.inputs, *signature.outputs]
     if wrong := [name for name, other in zip(expected, names, strict=True) if name != other]:
         raise RefusedError(
@@ -113,9 +118,8 @@ def open(file: Path) -> Runs:
 
         model = ct.models.MLModel(str(file), compute_units=ct.ComputeUnit.CPU_ONLY)
         interface = model.get_spec().description
-    inputs, outputs = (
-        [feature.name for feature in side] for side in (interface.input, interface.output)
-    )
+    inputs = [feature.name for feature in interface.input]
+    outputs = [feature.name for feature in interface.output]
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         answers = model.predict({name: x.numpy() for name, x in zip(inputs, tensors, strict=True)})
@@ -136,12 +140,12 @@ def nodes(file: Path) -> dict[str, int]:
 
 def metadata(file: Path) -> dict[str, str]:
     """Return the texts that were stored in the file as its metadata, by their keys."""
-    noted = _spec(file).description.metadata.userDefined
-    return {key: value for key, value in noted.items() if not key.startswith(_TOOL)}
+    texts = _spec(file).description.metadata.userDefined
+    return {key: value for key, value in texts.items() if not key.startswith(_TOOL)}
 
 
 def _spec(file: Path) -> Model:
-    """Return the model's description.
+    """Return Core ML's record of the model: its graph, interface and metadata.
 
     Raises:
         SourceError: A file of the model lies outside of the package.

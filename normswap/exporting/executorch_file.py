@@ -39,7 +39,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _traced(contents: FileContents) -> ExportedProgram:
-    """Return the network as torch.export records it, with constants that are computed once."""
+    """Return torch.export's program of the network, with precomputed constants."""
     return pt2_file.traced(contents, simpler_graph.with_constants(contents))
 
 
@@ -49,9 +49,9 @@ def _lowered(program: ExportedProgram, contents: FileContents) -> bytes:
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
 
-        noted = {_METADATA: json.dumps(dict(contents.metadata))}
+        constant_methods = {_METADATA: json.dumps(dict(contents.metadata))}
         edge = to_edge_transform_and_lower(
-            program, partitioner=[XnnpackPartitioner()], constant_methods=noted
+            program, partitioner=[XnnpackPartitioner()], constant_methods=constant_methods
         )
         return bytes(edge.to_executorch().buffer)
 
@@ -94,24 +94,27 @@ def open(file: Path) -> Runs:
 def nodes(file: Path) -> dict[str, int]:
     """Return how many operators of each kind the file has, the most frequent kind first."""
     kinds = []
+    # The file has a plan for each method, and a plan has chains of instructions.
     for plan in _program(file).execution_plan:
         for step in (step for chain in plan.chains or [] for step in chain.instructions):
             # An instruction calls a delegate such as XNNPACK, or an operator, or does neither.
-            called = step.instr_args
-            if hasattr(called, "delegate_index"):
-                kinds.append(plan.delegates[called.delegate_index].id)
-            elif hasattr(called, "op_index"):
-                kinds.append(plan.operators[called.op_index].name.rpartition("::")[2])
+            call = step.instr_args
+            if hasattr(call, "delegate_index"):
+                kinds.append(plan.delegates[call.delegate_index].id)
+            elif hasattr(call, "op_index"):
+                # An operator's name is such as aten::relu.
+                kinds.append(plan.operators[call.op_index].name.rpartition("::")[2])
     return counted(kinds)
 
 
 def metadata(file: Path) -> dict[str, str]:
     """Return the texts that were stored in the file as its metadata, by their keys."""
+    # A file of another program has no method of this name. The method returns one constant, a text.
     plans = {plan.name: plan for plan in _program(file).execution_plan}
     if _METADATA not in plans:
         return {}
-    noted = reading.parse_object(plans[_METADATA].values[0].val.string_val)
-    return {name: str(value) for name, value in noted.items()}
+    texts = reading.parse_object(plans[_METADATA].values[0].val.string_val)
+    return {name: str(value) for name, value in texts.items()}
 
 
 def _program(file: Path) -> Program:

@@ -57,13 +57,14 @@ class ExportedFile:
         file = Path(name)
         if file.suffix.lower() not in kinds.EXPORTED:
             return None
+        # The file must exist. In some formats, it must be a directory.
         if not kinds.exported(file):
             return None
 
         form = formats.choose(file, None)
         try:
-            noted = form.functions.metadata(file)
-            metadata = {str(name): str(value) for name, value in noted.items()}
+            texts = form.functions.metadata(file)
+            metadata = {str(name): str(value) for name, value in texts.items()}
         except NormswapError:
             raise
         # A runtime's reader may raise anything for a damaged file.
@@ -85,7 +86,10 @@ class ExportedFile:
         return "normalize" in self.body
 
     def described(self) -> Body:
-        """Return the content of the file as plain records. The file is not run."""
+        """Return a dict that describes the file: its format, size, operators, metadata and sidecar.
+
+        The file is not run.
+        """
         form = self.form
         nodes = self.form.functions.nodes(self.file)
         figures = {"format": form.name, "bytes": form.size(self.file), "nodes": nodes}
@@ -97,7 +101,7 @@ class ExportedFile:
         }
 
     def network(self) -> nn.Module:
-        """Return the file as a network that says how its images are prepared.
+        """Return the file as a module, with a record of how its images are prepared.
 
         Raises:
             SourceError: The file does not say how its images are prepared, or takes more than
@@ -112,10 +116,11 @@ class ExportedFile:
         normalization = self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
         labels = self.body["output"]["labels"]
         assumed = self.body["assumed"]
-        stated: Cfg = {**self.body["resize"], **normalization}
-        # The record leaves out what the source network did not state.
+        preprocessing: Cfg = {**self.body["resize"], **normalization}
+        # The record is timm's. It has no key "to", and leaves out what the source network did not
+        # state.
         record: Cfg = {
-            key: value for key, value in stated.items() if key != "to" and key not in assumed
+            key: value for key, value in preprocessing.items() if key != "to" and key not in assumed
         }
         record["input_size"] = tuple(image_input["size"])
         if labels is not None:
@@ -128,7 +133,7 @@ class ExportedFile:
         return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
 
     def opened(self) -> Runs:
-        """Return the file in its runtime, a function from inputs to answers.
+        """Return the file in its runtime, as a function that takes inputs and returns outputs.
 
         Raises:
             OptionError: This system has no such runtime.
@@ -143,7 +148,9 @@ class ExportedFile:
 
     @property
     def shape(self) -> tuple[int | None, tuple[int, ...]]:
-        """The number of images at a time, None if it is free, and their size (C, H, W).
+        """The number of images that the file takes at a time, and their size (C, H, W).
+
+        The number is None if the file takes any number.
 
         Raises:
             SourceError: The file does not say its number of images and their size.
@@ -156,12 +163,16 @@ class ExportedFile:
         return batch, tuple(size)
 
     def request(self, model: nn.Module) -> ExportRequest:
-        """Return the request that exports `model` as this file.
+        """Return the request by which `export` would write `model` as this file.
+
+        Args:
+            model: The network that the file should compute.
 
         Raises:
             SourceError: The file does not say how it was made.
-            OptionError: The network takes other images.
+            OptionError: The network takes inputs of another shape than the file.
         """
+        # Inputs that are no images are stated by name, each with its shape without the batch.
         dtype = self.precision
         inputs = self.body.get("inputs")
         if inputs and not self.takes_images:
@@ -215,23 +226,25 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
     runs = exported.opened()
     request, _ = exported.request(model).answered()
     dtype = request.settings.dtype
+
+    # In half precision, the file may be off by what rounding costs the folded network.
     rounded = None
     if dtype in exporter.HALVES:
         rounded = exporter.folded(request).rounded(exporter.HALVES[dtype])
+
     batches, described = request.batches(images)
     reference = replace(request.reference(rounded), unfolded=partial(exporter.unfolded, request))
     inside = exporter.inside(request, exported.file, rounded)
-
     return checks.check(
         reference, runs, batches, dtype=dtype, described=described, refuse=False, inside=inside
     )
 
 
 class FileNetwork(nn.Module):
-    """A file as a module, from images (N, C, H, W) to the file's answer.
+    """A file as a module, which takes images (N, C, H, W) and returns the file's answer.
 
     Args:
-        runs: The file in its runtime.
+        runs: Calls the file in its runtime.
         batch: The number of images that the file takes at a time. None if it is free.
         probabilities: Whether the file gives probabilities. The module then gives their logarithms,
             which are scores as a network gives them.
@@ -245,11 +258,15 @@ class FileNetwork(nn.Module):
         self.runs = (runs,)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
-        parts = [
+        """Return the file's outputs for all images, as many at a time as the file takes."""
+        outputs_of_batches = [
             together(self.runs[0](batch.clone()))
             for batch in images.split(self.batch or len(images))
         ]
-        answers = tuple(torch.cat(several) for several in zip(*parts, strict=True))
+        answers = tuple(
+            torch.cat(values_of_output)
+            for values_of_output in zip(*outputs_of_batches, strict=True)
+        )
         if self.probabilities:
             return answers[0].clamp_min(torch.finfo(torch.float32).tiny).log()
         return alone(answers)

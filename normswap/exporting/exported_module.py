@@ -35,7 +35,7 @@ class Shipped(nn.Module):
 
     Attributes:
         dtype: The type of its arithmetic.
-        stored: The type of its weights in the file, which holds them exactly.
+        stored: The type in which the file stores its weights. No weight has more digits than that.
     """
 
     mean: Tensor | None
@@ -60,7 +60,11 @@ class Shipped(nn.Module):
         self.eval().requires_grad_(False)
 
     def around(self, network: nn.Module) -> Shipped:
-        """Return the same record with another network inside, in float32."""
+        """Return a module with the same signature, normalization and softmax around a network.
+
+        Args:
+            network: The network, in float32.
+        """
         return Shipped(
             network, self.signature, normalization=self.normalization, softmax=self.softmax
         )
@@ -85,17 +89,20 @@ class Shipped(nn.Module):
     def rounded(self, dtype: torch.dtype) -> Shipped:
         """Return a copy that computes in float32 with weights rounded to `dtype`.
 
-        For float16, the outputs of its layers are rounded as well.
+        For float16, the outputs of its layers are rounded as well, since the file computes in
+        float16. A bfloat16 file computes in float32.
         """
         twin = copying.duplicate(self.network, {})
         for tensor in nn.Module.parameters(twin):
             tensor.copy_(tensor.to(dtype))
         for module in nn.Module.modules(twin):
-            if dtype == torch.float16 and not list(nn.Module.children(module)):
+            is_layer = not list(nn.Module.children(module))
+            if dtype == torch.float16 and is_layer:
                 module.register_forward_hook(lambda _module, _args, output: _halved(output))
         return self.around(twin)
 
     def forward(self, images: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return the file's output, or a tuple of several, for inputs in float32."""
         if self.mean is not None and self.std is not None:
             images = (images - self.mean) / self.std
         inputs = self._cast((images, *others), self.dtype)
@@ -107,6 +114,7 @@ class Shipped(nn.Module):
         return answers[0]
 
     def _cast(self, values: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return floating-point tensors in `dtype`, and all tensors as they are in float32."""
         # Even a cast to the same dtype would be a node of the graph.
         if self.dtype == torch.float32:
             return values
@@ -132,25 +140,20 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
 
     Source: Nagel et al. 2019, section 4.2.
     """
-    shifts: dict[nn.Module, list[Tensor]] = {}
+    lost_means: dict[nn.Module, list[Tensor]] = {}
 
     def watch(layer: nn.Module) -> RemovableHandle:
         """Register a hook that notes the mean output per channel that rounding loses."""
         # This copy computes what rounding loses: its weight is the weight less the rounded weight.
         losing = copying.duplicate(layer, {})
-        levels: float = how.levels
-        # A quantizer that halves the range of weights, as for CPUs without VNNI, has 63.5 steps on
-        # either side of 0. It leaves depthwise layers their 127.
-        if halves and levels < 127:
-            levels = 127 if own_forwards.is_depthwise(layer) else 63.5
+        levels = _levels_of(layer, how, halves=halves)
         losing.get_parameter("weight").sub_(_rounded(layer, levels))
         losing.register_parameter("bias", None)
 
         def add_loss(_layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            channels = (
-                losing(*args).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0).flatten(1)
-            )
-            shifts.setdefault(layer, []).append(channels.double().mean(1))
+            channel_dim = -1 if isinstance(layer, nn.Linear) else 1
+            by_channel = losing(*args).movedim(channel_dim, 0).flatten(1)
+            lost_means.setdefault(layer, []).append(by_channel.double().mean(1))
 
         return layer.register_forward_pre_hook(add_loss)
 
@@ -166,9 +169,26 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
     with hooked([watch(layer) for layer in plain]):
         for images in how.images:
             network(images)
-    for layer, means in shifts.items():
+
+    for layer, means in lost_means.items():
         bias = layer.get_parameter("bias") if layer.bias is not None else 0
         layer.bias = nn.Parameter(torch.stack(means).mean(0).float() + bias, requires_grad=False)
+
+
+def _levels_of(layer: nn.Module, how: Quantization, *, halves: bool) -> float:
+    """Return how many quantization steps the largest weight of a layer has.
+
+    Args:
+        layer: The layer.
+        how: The bits of a weight.
+        halves: Whether the quantizer writes 7-bit weights for every layer except depthwise ones.
+    """
+    levels: float = how.levels
+    # With 7 bits, such a quantizer halves the range of a weight: 127 steps on either side of 0
+    # become 63.5. Depthwise layers keep 127.
+    if halves and levels < 127:
+        levels = 127 if own_forwards.is_depthwise(layer) else 63.5
+    return levels
 
 
 def _rounded(layer: nn.Module, levels: float) -> Tensor:
@@ -176,7 +196,7 @@ def _rounded(layer: nn.Module, levels: float) -> Tensor:
 
     Args:
         layer: The layer.
-        levels: The largest weight, in steps.
+        levels: How many steps the largest weight has.
     """
     step = _step(layer, levels)
     return (layer.get_parameter("weight") / step).round() * step
@@ -186,10 +206,10 @@ def _step(layer: nn.Module, levels: float) -> Tensor:
     """Return the quantization step of each output channel: its largest weight over `levels`."""
     weight = layer.get_parameter("weight")
     # The output channels are dimension 1 of a transposed convolution's weight, else dimension 0.
-    # All other dimensions are reduced.
-    others = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]
+    # The maximum is taken over all other dimensions.
+    reduced_dims = [1 - getattr(layer, "transposed", False), *range(2, weight.ndim)]
     # A channel of zeros would have the step 0, by which nothing can be divided.
-    return (weight.abs().amax(others, keepdim=True) / levels).clamp_min(
+    return (weight.abs().amax(reduced_dims, keepdim=True) / levels).clamp_min(
         torch.finfo(weight.dtype).tiny
     )
 
@@ -207,16 +227,18 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
         example: A call of the network, which tells the order in which its layers run.
         dtype: The precision of the file.
     """
-    layers: dict[nn.Module, str] = {
+    # Run the network, to see in which order its linear layers and convolutions are called.
+    paths: dict[nn.Module, str] = {
         m: path for path, m in nn.Module.named_modules(network) if isinstance(m, LINEAR)
     }
-    run: list[nn.Module] = []
+    called: list[nn.Module] = []
     with hooked(
-        [layer.register_forward_pre_hook(lambda layer, _: run.append(layer)) for layer in layers]
+        [layer.register_forward_pre_hook(lambda layer, _: called.append(layer)) for layer in paths]
     ):
         example.call_on_copies(network)
 
-    for layer in dict.fromkeys(run):
+    # Look for the bytes of each tensor in the file.
+    for layer in dict.fromkeys(called):
         for name, tensor in nn.Module.named_parameters(layer, recurse=False):
             if dtype == "int8" and name == "bias":
                 continue
@@ -224,9 +246,10 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
             if dtype == "int8":
                 # PT2E multiplies, where a division would round some ties another way.
                 stored = (tensor * (1 / _step(layer, 127))).round().char()
+            # The output or the input channels, dimensions 0 and 1, may stand last in the file.
             orders = (stored, *(stored.movedim(dim, -1) for dim in range(min(tensor.ndim, 2))))
             if not any(order.numpy().tobytes() in content for order in orders):
-                return f"{layers[layer]}.{name}"
+                return f"{paths[layer]}.{name}"
 
     return ""
 

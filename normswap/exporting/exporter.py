@@ -24,6 +24,7 @@ from normswap.exporting.checks import Figures
 from normswap.exporting.exported_module import FileContents, Shipped, correct_biases
 from normswap.exporting.request import Batches, ExportRequest
 from normswap.exporting.settings import FileOptions, FileSettings
+from normswap.graph.anatomy import Anatomy
 from normswap.layers import reparametrized
 from normswap.models import calling, network_input
 from normswap.models.calling import Inputs
@@ -137,6 +138,7 @@ def export(
             f"there are {', '.join(FileOptions.__annotations__)}",
         )
 
+    # Check the request before any work, and find out what the network returns.
     start = time.perf_counter()
     settings = FileSettings(**options)
     file = Path(path)
@@ -159,10 +161,16 @@ def export(
     if dtype in HALVES:
         network = network.in_half(HALVES[dtype])
 
-    assumed = "" if request.inputs and not request.imaged else assumption(request.source)
+    # Collect the notes for the user. Only images have a preprocessing that may be assumed.
+    takes_images = request.imaged or not request.inputs
+    assumed = assumption(request.source) if takes_images else ""
     notes = tuple(
-        filter(None, (_cast(model, dtype), _REMARKS.get(dtype), form.notes.get(dtype), assumed))
+        filter(
+            None, (_dtype_note(model, dtype), _REMARKS.get(dtype), form.notes.get(dtype), assumed)
+        )
     )
+
+    # `how` is None unless the file is in int8.
     quantized: Body = {}
     if how:
         correct_biases(network, how, halves=form.halves)
@@ -172,6 +180,8 @@ def export(
     metadata = sidecar.metadata(request.source, body, dtype)
     contents = FileContents(network, request.traced_on, settings.dynamic_batch, metadata)
 
+    # Write the file under another name, check it, and write what was measured into its sidecar. The
+    # files get their names only if no error was raised.
     figures = None
     parts = form.files(file)[1:]
     beside = formats.sidecar_of(file)
@@ -220,9 +230,9 @@ def export(
 
 @contextmanager
 def unfolded(request: ExportRequest) -> Iterator[formats.Runs]:
-    """Write the source, not folded, to a temporary file of the same format.
+    """Write the source without folding to a temporary file of the same format.
 
-    The `with` block is given a function that runs the file in its runtime.
+    It yields a function that runs the file in its runtime.
     """
     source = _shipped(request, copying.duplicate(request.source, {}).eval())
     contents = FileContents(source, request.traced_on, request.settings.dynamic_batch)
@@ -233,7 +243,9 @@ def unfolded(request: ExportRequest) -> Iterator[formats.Runs]:
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """Return a function that gives what is compared layer by layer: the network, and the file.
+    """Return a function that opens the network and the file to be compared layer by layer.
+
+    They are opened only if they are needed, as opening takes time.
 
     Args:
         request: The request that the file was written for.
@@ -242,9 +254,9 @@ def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> check
             source is folded anew.
 
     Returns:
-        A function without arguments, which returns the folded network and the file in its runtime.
-        The runtime gives all values that the file computes. If it cannot show them, the function
-        returns the file's bytes in place of the runtime.
+        A function without arguments, which returns the folded network and the file in its runtime,
+        called for all values that the file computes. If the runtime cannot show them, the file's
+        bytes are returned in its place.
     """
 
     def network_and_file() -> tuple[nn.Module, formats.Runs | bytes]:
@@ -256,8 +268,11 @@ def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> check
     return network_and_file
 
 
-def _cast(model: object, dtype: str) -> str:
-    """Return a note if the network's precision is not the one that the file computes in, or ""."""
+def _dtype_note(model: object, dtype: str) -> str:
+    """Return a note that the file computes in another precision than the network has, or "".
+
+    For a network in float32 there is none: its user has chosen the file's precision.
+    """
     own = calling.anchor(network_input.require_module(model)).dtype
     arithmetic = _ARITHMETIC[dtype]
     if own in (torch.float32, HALVES.get(arithmetic)):
@@ -269,12 +284,15 @@ def _cast(model: object, dtype: str) -> str:
 
 
 def folded(request: ExportRequest) -> Shipped:
-    """Return the folded network in float32, with normalization and softmax as requested."""
+    """Fold the request's network, and return it in float32, as the file will hold it."""
     return _shipped(request, fold_for_export(request.network))
 
 
 def _shipped(request: ExportRequest, network: nn.Module) -> Shipped:
-    """Return a network as a file holds it, with normalization and softmax as requested."""
+    """Return a module that normalizes images, calls a network and takes a softmax.
+
+    Each of the two is left out if it was not requested.
+    """
     settings = request.settings
     normalization = request.normalization if settings.normalize else None
     return Shipped(
@@ -295,12 +313,7 @@ def fold_for_export(network: Network) -> nn.Module:
     """
     model = network.module
     try:
-        # Without a classifier and the role `head`, the last norm may move into the classifier.
-        anatomy = network.anatomy
-        norms = tuple(
-            replace(norm, role="other") if norm.role == "head" else norm for norm in anatomy.norms
-        )
-        anatomy = replace(anatomy, classifier=None, norms=norms)
+        anatomy = _without_head(network.anatomy)
     except TraceError:
         # A network that cannot be seen goes into the file as it is, if there is nothing to fold.
         if any(
@@ -310,11 +323,14 @@ def fold_for_export(network: Network) -> nn.Module:
             raise
         return copying.duplicate(model, {}).eval()
 
-    builder = schemes.get("folded").plan(anatomy)
-    if not (builder.replacements or builder.linears or builder.refusals):
+    if _has_nothing_to_fold(anatomy):
         return copying.duplicate(model, {}).eval()
 
-    result = carrying_out.carry_out(network, conversion.plan_step(anatomy, "folded")[0])
+    step, _ = conversion.plan_step(anatomy, "folded")
+    result = carrying_out.carry_out(network, step)
+
+    # The branches of the folded network are merged. It is recorded anew for this, which is left out
+    # if the source has no branches to merge.
     merging = schemes.get("merged-branches")
     if merging.plan(anatomy).replacements:
         edits = merging.plan(result.network.anatomy).edits()
@@ -322,8 +338,31 @@ def fold_for_export(network: Network) -> nn.Module:
     return result.model.eval()
 
 
+def _without_head(anatomy: Anatomy) -> Anatomy:
+    """Return what is known of a network, without its classifier and the norm before it.
+
+    The scheme `folded` keeps the features that the classifier reads. If it sees no classifier and
+    no norm with the role `head`, it folds the last norm into the classifier like any other.
+    """
+    norms = tuple(
+        replace(norm, role="other") if norm.role == "head" else norm for norm in anatomy.norms
+    )
+    return replace(anatomy, classifier=None, norms=norms)
+
+
+def _has_nothing_to_fold(anatomy: Anatomy) -> bool:
+    """Whether the scheme `folded` would change no layer, and refuses none either."""
+    builder = schemes.get("folded").plan(anatomy)
+    return not (builder.replacements or builder.linears or builder.refusals)
+
+
 def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
-    """Return the sidecar's record, from the network's answers by name."""
+    """Return the sidecar's content, except what will be measured.
+
+    Args:
+        request: The request for the file.
+        answers: The outputs that the network gives for it, by name.
+    """
     settings = request.settings
     signature = request.signature
     dynamic = settings.dynamic_batch
@@ -339,6 +378,7 @@ def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
     if not request.inputs:
         return {**images, "precision": precision}
 
-    plain = sidecar.plain_body(signature, request.traced_on, answers, dynamic=dynamic)
+    # With all inputs and outputs of the network, images are prepared as before.
+    tensors = sidecar.plain_body(signature, request.traced_on, answers, dynamic=dynamic)
     prepared = {name: images[name] for name in ("resize", "normalize") if request.imaged}
-    return {**plain, **prepared, "precision": precision}
+    return {**tensors, **prepared, "precision": precision}

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
     from normswap.exporting.exported_module import FileContents
 
-# From the tensors that a file takes to the one that it gives, or several.
+# A file in its runtime: a function that takes the file's input tensors and returns its outputs, one
+# tensor or several.
 Runs: TypeAlias = "Callable[..., Any]"
 # What is said of a file that this system cannot run.
 NOT_RUN = "not run here"
@@ -120,7 +121,10 @@ class Format:
         return (file, file.with_suffix(self.part))
 
     def size(self, file: Path) -> int:
-        """Return the bytes of a file and its part, or of all files in a directory."""
+        """Return the size in bytes of a file and its second file (`part`).
+
+        Where the format's "file" is a directory, it is the size of all files in it.
+        """
         total = 0
         for part in self.files(file):
             for path in (part, *part.rglob("*")):
@@ -142,9 +146,8 @@ class Format:
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"
             raise RefusedError(f"{self.name} files take one image at a time", remedy=remedy)
-        if not self.any_input and any(
-            str(tensor.dtype) != "torch.float32" for tensor in contents.example
-        ):
+        are_floats = all(str(tensor.dtype) == "torch.float32" for tensor in contents.example)
+        if not self.any_input and not are_floats:
             raise RefusedError(f"{self.name} files take floating-point inputs", remedy="Try onnx")
 
         if how:
@@ -155,11 +158,14 @@ class Format:
                 self.functions.write(contents, file)
 
     def open(self, file: Path, **inside: bool) -> Runs:
-        """Return the file in its own runtime, a function from inputs to answers.
+        """Return the file in its own runtime, as a function that takes inputs and returns outputs.
+
+        A single output is returned as a tensor, several as a tuple.
 
         Args:
             file: The path of the file.
-            inside: `inside=True` asks for all values that the file computes on its way.
+            inside: `inside=True`, or nothing. With it, the function returns all values that the
+                file computes, not only its outputs.
 
         Raises:
             VerificationError: The runtime does not take the file.
@@ -305,8 +311,8 @@ def choose(file: Path, name: str | None) -> Format:
     """Return the format of the name, or of the file's ending if no name is given.
 
     Raises:
-        OptionError: Name and ending differ, neither says a format, or the format is not known
-            (`get`).
+        OptionError: The name and the ending belong to different formats, neither names a format, or
+            a package that the format needs is not installed.
     """
     return get(_name_of(file, name))
 
@@ -319,22 +325,27 @@ def _named(name: str) -> Format:
 
 
 def _name_of(file: Path, name: str | None) -> str:
-    """Return the name of the format that is asked for, or that the file's ending says."""
-    # The format that the ending says, or None.
-    meant = next(
+    """Return the name of the format that is asked for, or the name of the ending's format.
+
+    Raises:
+        OptionError: No name is given and the ending belongs to no format, or the name and the
+            ending belong to different formats.
+    """
+    # The name of the format that has the file's ending, or None.
+    by_ending = next(
         (other for other, form in _FORMATS.items() if form.ending == file.suffix.lower()), None
     )
-    if name is None and meant is None:
+    if name is None and by_ending is None:
         endings = ", ".join(f"{form.ending} ({other})" for other, form in _FORMATS.items())
         remedy = f"Known: {endings}; or name it: {spelled('format', metavar='NAME')}"
         raise OptionError(f"the ending '{file.suffix}' of {file} says no format", remedy=remedy)
     # A name that is no format is refused later, by `_named`.
-    if name in _FORMATS and meant not in (None, name):
+    if name in _FORMATS and by_ending not in (None, name):
         raise OptionError(
-            f"{file} ends as {meant} files do, not as {name} ones", remedy="Drop one of the two"
+            f"{file} ends as {by_ending} files do, not as {name} ones", remedy="Drop one of the two"
         )
 
-    return name or str(meant)
+    return name or str(by_ending)
 
 
 def check(file: Path, settings: FileSettings) -> Format:
@@ -347,8 +358,9 @@ def check(file: Path, settings: FileSettings) -> Format:
     Raises:
         OptionError: The format or dtype is not known, they do not go together, or a package is not
             installed.
-        OutputError: The file or its sidecar exists, its folder does not exist, or its part belongs
-            to another file.
+        OutputError: The file or its sidecar exists and may not be replaced, its folder does not
+            exist, or its second file (such as the .bin beside an .xml) would overwrite that of a
+            file of another format.
     """
     if settings.dtype not in DTYPES:
         raise OptionError(
@@ -368,10 +380,12 @@ def check(file: Path, settings: FileSettings) -> Format:
 def _check_precision(form: Format, settings: FileSettings) -> None:
     """Raise OptionError if a format lacks the precision or the weight bits that are asked for."""
     if settings.dtype not in form.dtypes:
-        able = ", ".join(other for other, row in _FORMATS.items() if settings.dtype in row.dtypes)
+        formats = (other.name for other in _FORMATS.values() if settings.dtype in other.dtypes)
         remedy = f"Its files are {' or '.join(form.dtypes)}"
         raise OptionError(
-            f"{form.name} is not written in {settings.dtype}", f"there are {able}", remedy
+            f"{form.name} is not written in {settings.dtype}",
+            f"there are {', '.join(formats)}",
+            remedy,
         )
 
     if settings.dtype != "int8" and settings.weight_bits is not None:
@@ -384,7 +398,9 @@ def _check_precision(form: Format, settings: FileSettings) -> None:
 
 
 def _check_paths(form: Format, file: Path, *, force: bool) -> None:
-    """Raise OutputError where the file, its part beside it or its sidecar cannot be written.
+    """Raise OutputError if the file, or one of the files beside it, cannot be written.
+
+    Beside it stand its second file (`Format.part`, such as the .bin of an .xml) and its sidecar.
 
     Args:
         form: The format.
@@ -395,13 +411,14 @@ def _check_paths(form: Format, file: Path, *, force: bool) -> None:
     package_of = kinds.FOLDERS.get(file.suffix.lower(), ())
     atomic_write.check_writable(file, force=force, package_of=package_of)
 
-    # Two formats may name their parts alike. A part whose own file stands beside it is not
-    # replaced, since that file would be left without its weights.
+    # Two formats may name their second files alike: net.bin belongs to net.xml or to net.param. A
+    # second file whose own file exists is not replaced, since that file would lose its weights.
     parts = form.files(file)[1:]
     for part in parts:
         for other in _FORMATS.values():
             owner = part.with_suffix(other.ending)
-            if other != form and other.part == part.suffix and part.is_file() and owner.is_file():
+            names_part_alike = other != form and other.part == part.suffix
+            if names_part_alike and part.is_file() and owner.is_file():
                 raise OutputError(
                     f"{part} belongs to {owner}", remedy=f"Give {file.name} another name"
                 )
@@ -417,10 +434,12 @@ def sidecar_of(file: Path) -> Path:
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn whatever a tool raises into a RefusedError of one line, and keep its output away.
+    """Turn an error of a tool in a `with` block into a RefusedError, and keep its output away.
+
+    Errors of this package and of the file system are raised as they are.
 
     Args:
-        what: The sentence of the error, to which the tool's first line is added.
+        what: The sentence of the error, to which the first line of the tool's message is added.
     """
     try:
         with quietly():
@@ -437,7 +456,7 @@ def refusing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keep the output of torch and other libraries off the terminal, and compute no gradients."""
+    """In a `with` block, hide the output of torch and other libraries, and compute no gradients."""
     import torch
 
     with quiet(), torch.no_grad():
@@ -446,12 +465,12 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Do as `quietly`, and also keep away what Python prints and what C++ writes to stderr."""
+    """Do as `quietly`, and also hide everything that Python prints and C++ writes to stderr."""
     # C++ writes to file descriptor 2, which Python's redirection does not reach.
     error_stream = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    null_file = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        os.dup2(null_file, 2)
         with (
             quietly(),
             contextlib.redirect_stdout(io.StringIO()),
@@ -461,19 +480,19 @@ def silent() -> Iterator[None]:
     finally:
         os.dup2(error_stream, 2)
         os.close(error_stream)
-        os.close(nowhere)
+        os.close(null_file)
 
 
 def require_inside(file: Path, folder: Path, part: str) -> None:
-    """Check that a part, which a file names, lies in `folder`.
+    """Check that a second file, which an exported file names, lies in `folder`.
 
     Args:
-        file: The file, for the message.
-        folder: The folder that the part must be in. Links are followed.
-        part: The path of the part, as the file spells it.
+        file: The exported file, for the message.
+        folder: The folder that the second file must be in. Links are followed.
+        part: The path of the second file, as the exported file spells it.
 
     Raises:
-        SourceError: The part lies elsewhere.
+        SourceError: The second file lies elsewhere.
     """
     path = (folder / part).resolve()
     if Path(part).is_absolute() or not path.is_relative_to(folder.resolve()):

@@ -91,12 +91,14 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     with silent():
         from ai_edge_quantizer import qtyping, quantizer
 
+        # ".*" is a pattern for the names of all layers.
         tool = quantizer.Quantizer(bytearray(content))
         every_kind = qtyping.TFLOperationName.ALL_SUPPORTED
         tool.add_static_config(".*", every_kind, activation_num_bits=8, weight_num_bits=WHOLE_BITS)
-        for end in ("INPUT", "OUTPUT"):
+        # Inputs and outputs stay in float32.
+        for name in ("INPUT", "OUTPUT"):
             tool.update_quantization_recipe(
-                ".*", qtyping.TFLOperationName[end], algorithm_key="no_quantize"
+                ".*", qtyping.TFLOperationName[name], algorithm_key="no_quantize"
             )
         rounded = bytes(tool.quantize(_extremes(tool, how.images)).quantized_model)
     file.write_bytes(_finished(rounded, contents))
@@ -106,9 +108,14 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
     """Return the smallest and largest number of each tensor over all images.
 
     The tool itself would average them over batches.
+
+    Args:
+        tool: The quantizer, which has read the file.
+        images: Batches of images.
     """
     total: Extremes = {}
     for x in images:
+        # The converter gives these names to the file's only signature and its first input.
         for name, values in tool.calibrate({"serving_default": [{"args_0": x.numpy()}]}).items():
             before = total.setdefault(name, values)
             total[name] = {
@@ -121,7 +128,7 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
 
 
 def _finished(content: bytes, contents: FileContents) -> bytes:
-    """Return the file with the signature's names and with the metadata.
+    """Return the file with the sidecar's names of inputs and outputs, and with the metadata.
 
     Args:
         content: The file, as the converter and the quantizer made it.
@@ -133,22 +140,27 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     signature = contents.network.signature
     model = schema.ModelT.InitFromPackedBuf(bytearray(content))
     graph = model.subgraphs[0]
-    called = model.signatureDefs[0]
+    in_file = model.signatureDefs[0]
 
-    # The converter ends its own names in the number of the input or output.
-    for maps, names in ((called.inputs, signature.inputs), (called.outputs, signature.outputs)):
-        maps.sort(key=lambda entry: int(entry.name.rpartition(b"_")[2]))
-        for entry, name in zip(maps, names, strict=True):
+    # The converter ends its own names in the number of the input or output, such as `args_0`.
+    for entries, names in (
+        (in_file.inputs, signature.inputs),
+        (in_file.outputs, signature.outputs),
+    ):
+        entries.sort(key=lambda entry: int(entry.name.rpartition(b"_")[2]))
+        for entry, name in zip(entries, names, strict=True):
             entry.name = graph.tensors[entry.tensorIndex].name = name
-    graph.inputs = [entry.tensorIndex for entry in called.inputs]
-    graph.outputs = [entry.tensorIndex for entry in called.outputs]
+    graph.inputs = [entry.tensorIndex for entry in in_file.inputs]
+    graph.outputs = [entry.tensorIndex for entry in in_file.outputs]
 
-    noted = schema.MetadataT(name=_METADATA, buffer=len(model.buffers))
-    model.metadata = [*(model.metadata or []), noted]
+    # The metadata become the last buffer of the file, as JSON.
+    metadata_entry = schema.MetadataT(name=_METADATA, buffer=len(model.buffers))
+    model.metadata = [*(model.metadata or []), metadata_entry]
     text = json.dumps(dict(contents.metadata)).encode()
     model.buffers.append(schema.BufferT(data=np.frombuffer(text, np.uint8)))
 
-    # The bytes of some buffers lie behind the records, at an offset that will not hold any longer.
+    # In the old file, the bytes of some buffers lie behind the flatbuffer, at an offset that will
+    # be wrong in the new file. So they are moved into their buffers.
     for buffer in model.buffers:
         if buffer.offset:
             buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
@@ -161,7 +173,7 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
 
 
 def _aligned(buffer: BufferT, builder: Builder) -> int:
-    """Pack a buffer so that it starts where the schema asks it to."""
+    """Write a buffer into a flatbuffer so that its bytes are aligned, and return its offset."""
     if buffer.data is not None:
         builder.Prep(_ALIGNED, len(buffer.data))
     return int(type(buffer).Pack(buffer, builder))
@@ -196,8 +208,8 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     outputs = engine.get_tensor_details() if inside else engine.get_output_details()
 
     def runs(*tensors: Tensor) -> list[Tensor]:
-        for place, x in zip(inputs, tensors, strict=True):
-            engine.set_tensor(place, x.numpy())
+        for index, x in zip(inputs, tensors, strict=True):
+            engine.set_tensor(index, x.numpy())
         engine.invoke()
         values = [
             _real(engine.get_tensor(entry["index"]), entry["quantization"]) for entry in outputs
@@ -217,9 +229,13 @@ def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
 
 
 def _operator_name(entry: Any, kinds: dict[int, str]) -> str:
-    """Return the name of an operator.
+    """Return the name of a kind of operator.
 
     A custom operator states its own name. The schema names all others.
+
+    Args:
+        entry: The kind, in the file's table of kinds.
+        kinds: The schema's names of kinds, by number.
     """
     if entry.customCode:
         return str(entry.customCode.decode())
@@ -237,21 +253,23 @@ def nodes(file: Path) -> dict[str, int]:
         for name, number in vars(schema.BuiltinOperator).items()
         if isinstance(number, int)
     }
-    called = [_operator_name(entry, kinds) for entry in model.operatorCodes]
+    # Each operator of a graph names its kind by an index into the file's table of kinds.
+    table = [_operator_name(entry, kinds) for entry in model.operatorCodes]
     return counted(
-        called[entry.opcodeIndex] for graph in model.subgraphs for entry in graph.operators
+        table[entry.opcodeIndex] for graph in model.subgraphs for entry in graph.operators
     )
 
 
 def metadata(file: Path) -> dict[str, str]:
     """Return the texts that were stored in the file as its metadata, by their keys."""
     model = _model(file)
-    noted = (
+    contents = (
         model.buffers[entry.buffer].data
         for entry in model.metadata or []
         if entry.name == _METADATA.encode()
     )
-    text = bytes(next(noted, b"{}")).decode("utf-8")
+    # A file of another program has no such entry.
+    text = bytes(next(contents, b"{}")).decode("utf-8")
     return {name: str(value) for name, value in reading.parse_object(text).items()}
 
 
@@ -260,6 +278,7 @@ def _model(file: Path) -> ModelT:
 
     Raises:
         SourceError: The file takes weights from other files.
+        ValueError: The file is no LiteRT file.
     """
     from ai_edge_litert import schema_py_generated as schema
 

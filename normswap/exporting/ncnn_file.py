@@ -24,6 +24,7 @@ from normswap.exporting.formats import Runs, counted, refusing
 from normswap.exporting.signature import Signature
 from normswap.exporting.simpler_graph import or_simpler
 
+# A line of metadata is such as `# normswap.source "resnet50"`: the key, and the text as JSON.
 _MARK = "# normswap."
 # Layers that compute nothing.
 _BOOKKEEPING = ("Input", "Split", "MemoryData")
@@ -43,26 +44,40 @@ def write(contents: FileContents, file: Path) -> None:
     # The temporary folder is made inside that of `atomic_write`. If the process is killed, the next
     # export names the latter to the user.
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        place = Path(folder) / "network.ncnn.param"
-        network = contents.in_float32
+        written = Path(folder) / "network.ncnn.param"
+        in_float32 = contents.in_float32
         # Where the converter lacks an operator, the network is written with simpler ones.
-        or_simpler(network, lambda written: _convert(written, network.example, place, half=half))
-        layers = _named(place.read_text(encoding="utf-8"), signature)
-        shutil.copyfile(place.with_suffix(".bin"), file.with_suffix(".bin"))
+        or_simpler(
+            in_float32,
+            lambda network: _convert(network, in_float32.example, written, half=half),
+        )
+        layers = _named(written.read_text(encoding="utf-8"), signature)
+        shutil.copyfile(written.with_suffix(".bin"), file.with_suffix(".bin"))
 
+    # The metadata say the order of inputs and outputs, too, which `open` reads there.
     order = {"inputs": " ".join(signature.inputs), "outputs": " ".join(signature.outputs)}
-    noted = [
-        f"{_MARK}{key} {json.dumps(value)}" for key, value in {**contents.metadata, **order}.items()
-    ]
-    file.write_text("\n".join([*layers, *noted, ""]), encoding="utf-8")
+    texts = {**contents.metadata, **order}
+    metadata_lines = [f"{_MARK}{key} {json.dumps(value)}" for key, value in texts.items()]
+    file.write_text("\n".join([*layers, *metadata_lines, ""]), encoding="utf-8")
 
 
-def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, half: bool) -> None:
-    """Let pnnx write the graph, and the weights in a second file beside it."""
+def _convert(network: nn.Module, example: tuple[Tensor, ...], file: Path, *, half: bool) -> None:
+    """Let pnnx write the graph, and the weights in a second file beside it.
+
+    Args:
+        network: The network.
+        example: The inputs that it is traced on.
+        file: The path of the graph, network.ncnn.param in a folder of its own. pnnx makes this name
+            of network.pt.
+        half: Whether weights are written in fp16.
+
+    Raises:
+        RefusedError: TorchScript, pnnx or ncnn cannot express the network.
+    """
     import pnnx
 
-    traced = place.with_name("network.pt")
-    folder = place.parent
+    traced = file.with_name("network.pt")
+    folder = file.parent
     # torch's own writer ends the process when the disk is full, so it writes into memory.
     buffer = io.BytesIO()
     with refusing("TorchScript cannot express the network"):
@@ -70,10 +85,12 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], place: Path, *, ha
     traced.write_bytes(buffer.getbuffer())
     command = [pnnx.EXEC_PATH, str(traced), f"fp16={int(half)}"]
     finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if finished.returncode or not (place.is_file() and place.with_suffix(".bin").is_file()):
+    # pnnx may end without an error, and without the files.
+    has_written = file.is_file() and file.with_suffix(".bin").is_file()
+    if finished.returncode or not has_written:
         lines = finished.stderr.strip().splitlines() or [f"it ends with {finished.returncode}"]
         raise RefusedError("pnnx cannot express the network", lines[-1])
-    if missing := _missing(place):
+    if missing := _missing_layers(file):
         raise RefusedError("ncnn cannot express the network", missing, "Try onnx")
 
 
@@ -93,6 +110,7 @@ def _named(text: str, signature: Signature) -> list[str]:
     lines = [magic, counts]
 
     for layer in layers:
+        # Convolution conv0 1 1 in0 1 0=16 ...
         words = layer.split()
         input_count = int(words[2])
         output_count = int(words[3])
@@ -103,8 +121,8 @@ def _named(text: str, signature: Signature) -> list[str]:
     return lines
 
 
-def _missing(file: Path) -> str:
-    """Return the sentence on layers that ncnn does not have. It is empty if ncnn has all layers."""
+def _missing_layers(file: Path) -> str:
+    """Return a sentence that names the layers of a file that ncnn lacks, or "" if it has all."""
     import ncnn
 
     kinds = [kind for kind in nodes(file) if ncnn.layer_to_index(kind) < 0]
@@ -128,10 +146,14 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     net.opt.num_threads = torch.get_num_threads()
     net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False
     if net.load_param(str(file)) or net.load_model(str(file.with_suffix(".bin"))):
-        raise ValueError(_missing(file) or f"it does not read {file.name} and what lies beside it")
-    noted = metadata(file)
-    inputs = noted.get("inputs", " ".join(net.input_names())).split()
-    outputs = noted.get("outputs", " ".join(net.output_names())).split()
+        raise ValueError(
+            _missing_layers(file) or f"it does not read {file.name} and what lies beside it"
+        )
+
+    # A file of another program has no metadata that say the order.
+    texts = metadata(file)
+    inputs = texts.get("inputs", " ".join(net.input_names())).split()
+    outputs = texts.get("outputs", " ".join(net.output_names())).split()
     if inside:
         outputs = [blob.name for blob in net.blobs()]
 
@@ -153,6 +175,7 @@ def nodes(file: Path) -> dict[str, int]:
 
     Constants, copies and the ends of the graph are not counted.
     """
+    # The first two lines are a magic number and the counts. Lines of metadata begin with #.
     lines = file.read_text(encoding="utf-8").splitlines()[2:]
     kinds = (line.split()[0] for line in lines if line.strip() and not line.startswith("#"))
     return counted(kind for kind in kinds if kind not in _BOOKKEEPING)
@@ -161,5 +184,5 @@ def nodes(file: Path) -> dict[str, int]:
 def metadata(file: Path) -> dict[str, str]:
     """Return the texts that were stored in the file as its metadata, by their keys."""
     lines = file.read_text(encoding="utf-8").splitlines()
-    noted = (line.removeprefix(_MARK).partition(" ") for line in lines if line.startswith(_MARK))
-    return {key: str(reading.parse_json(value)) for key, _, value in noted}
+    parts = (line.removeprefix(_MARK).partition(" ") for line in lines if line.startswith(_MARK))
+    return {key: str(reading.parse_json(value)) for key, _, value in parts}

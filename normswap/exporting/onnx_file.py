@@ -66,9 +66,16 @@ def _has_rms_norm(contents: FileContents) -> bool:
 def _rms_norm(
     x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Any:
-    """Translate aten::rms_norm to one operator.
+    """Translate aten::rms_norm to the one operator RMSNormalization.
 
-    torch's own translation computes the weight of a norm that has none.
+    For a norm without a weight, torch's own translation has the file compute the weight. Here it is
+    a constant.
+
+    Args:
+        x: The input, as a value of the graph.
+        normalized_shape: The sizes of the last dimensions, over which the norm is taken.
+        weight: The weight, as a value of the graph. None if the norm has none.
+        eps: The epsilon. By default it is float32's, as in torch.
     """
     from onnxscript import ir
     from onnxscript.onnx_opset import opset23
@@ -98,13 +105,13 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
         )
 
     network = contents.network
-    traced: nn.Module | ExportedProgram = network
-    # torch's exporter writes the names of layers into source code. `traced` changes those that are
-    # keywords of Python.
+    to_export: nn.Module | ExportedProgram = network
+    # torch's exporter writes the names of layers into source code. `traced` changes the names that
+    # are keywords of Python, such as `in`.
     if pt2_file.has_keywords(network):
-        traced = pt2_file.traced(contents, network)
+        to_export = pt2_file.traced(contents, network)
     program = torch.onnx.export(
-        traced,
+        to_export,
         contents.example,
         dynamo=True,
         verbose=False,
@@ -118,24 +125,29 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
     )
     assert program is not None
 
+    # Remove torch's notes, such as stack traces.
     model = program.model_proto
-    whole = model.graph
+    main_graph = model.graph
     for item in (
-        whole,
-        *whole.node,
-        *whole.value_info,
-        *whole.input,
-        *whole.output,
-        *whole.initializer,
+        main_graph,
+        *main_graph.node,
+        *main_graph.value_info,
+        *main_graph.input,
+        *main_graph.output,
+        *main_graph.initializer,
     ):
         del item.metadata_props[:]
-    for node in whole.node:
+    for node in main_graph.node:
         node.doc_string = ""
     return model
 
 
 def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
-    """Write a model with its metadata, if `onnx.checker` accepts it."""
+    """Write a model with its metadata to a file.
+
+    Raises:
+        VerificationError: `onnx.checker` rejects the model.
+    """
     import onnx
 
     onnx.helper.set_model_props(model, dict(contents.metadata))
@@ -158,12 +170,14 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
 
     casts = []
     for tensor in graph.initializer:
+        # Vectors, such as biases, stay in float32.
         if tensor.data_type != onnx.TensorProto.FLOAT or len(tensor.dims) < 2:
             continue
         value = torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
         if not torch.equal(value.bfloat16().float(), value):
             continue
 
+        # The stored tensor gets another name. Its cast gets the old name, which the layer reads.
         name = tensor.name
         data = value.bfloat16().view(torch.int16).numpy().tobytes()
         stored = onnx.helper.make_tensor(
@@ -173,6 +187,8 @@ def _store_bf16(graph: onnx.GraphProto) -> None:
         casts.append(
             onnx.helper.make_node("Cast", [stored.name], [name], to=onnx.TensorProto.FLOAT)
         )
+
+    # ONNX demands that a node stands before the nodes that read it.
     other_nodes = list(graph.node)
     del graph.node[:]
     graph.node.extend([*casts, *other_nodes])
@@ -190,6 +206,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
     model = graph(contents)
     pool_means(model.graph)
+    # The tool writes a file. The model is read from there again, to add the metadata.
     quantize(model, file, how)
     _save(onnx.load(file), contents, file)
 
@@ -207,12 +224,12 @@ def pool_means(graph: onnx.GraphProto) -> None:
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     nodes = []
     for node in graph.node:
-        axes = (
-            constants.get(node.input[1])
-            if node.op_type == "ReduceMean" and len(node.input) > 1
-            else None
-        )
-        # A node without inputs gets the rank 0.
+        # The second input of a ReduceMean has the axes. `axes` is None for any other node, and for
+        # axes that the file computes.
+        axes = None
+        if node.op_type == "ReduceMean" and len(node.input) > 1:
+            axes = constants.get(node.input[1])
+        # The number of dimensions of the first input. A node without inputs gets 0.
         rank = ranks.get("".join(node.input[:1]), 0)
 
         # Only a mean over all sides of a map (N, C, ...) is a GlobalAveragePool.
@@ -224,6 +241,8 @@ def pool_means(graph: onnx.GraphProto) -> None:
             nodes.append(node)
             continue
 
+        # GlobalAveragePool gives (N, C, 1, ...). A mean without `keepdims` gives (N, C), which a
+        # Reshape makes of it. `keepdims` is 1 if it is not stated.
         keeps_sides = all(
             attribute.i for attribute in node.attribute if attribute.name == "keepdims"
         )
@@ -231,7 +250,8 @@ def pool_means(graph: onnx.GraphProto) -> None:
         pooled = result if keeps_sides else f"{result}_pooled"
         nodes.append(helper.make_node("GlobalAveragePool", [node.input[0]], [pooled], node.name))
         if not keeps_sides:
-            # In ONNX, 0 keeps the number of rows, and -1 stands for all other numbers. 7 is int64.
+            # In the target shape of a Reshape, 0 keeps N, and -1 stands for what is left, C. The
+            # type number 7 is int64.
             rows = helper.make_tensor(f"{result}_shape", 7, [2], [0, -1])
             graph.initializer.append(rows)
             nodes.append(
@@ -285,13 +305,14 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
 
 
 class _CalibrationReader:
-    """The images, as onnxruntime's calibration asks for them."""
+    """The calibration images, in the form that onnxruntime's `quantize_static` reads them."""
 
     def __init__(self, how: Quantization) -> None:
-        self.left: Iterator[dict[str, np.ndarray]] = ({INPUT: x.numpy()} for x in how.images)
+        self.batches: Iterator[dict[str, np.ndarray]] = ({INPUT: x.numpy()} for x in how.images)
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self.left, None)
+        """Return the next batch as a dict of the file's inputs, or None after the last one."""
+        return next(self.batches, None)
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
@@ -312,11 +333,12 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     if inside:
         import onnx
 
-        # All values become outputs of a copy of the graph.
+        # All values become outputs of a copy of the graph. An optional output that a node leaves
+        # out has the name "".
         model = onnx.load(file)
         values = itertools.chain.from_iterable(node.output for node in model.graph.node)
-        given_already = {"", *(end.name for end in model.graph.output)}
-        inner = [name for name in dict.fromkeys(values) if name not in given_already]
+        left_out = {"", *(output.name for output in model.graph.output)}
+        inner = [name for name in dict.fromkeys(values) if name not in left_out]
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
         content = model.SerializeToString()
 
@@ -347,7 +369,9 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _loaded(file: Path) -> onnx.ModelProto:
-    """Return the graph, without weights that lie beside the file.
+    """Return the file's model, without the weights that ONNX calls external data.
+
+    External data lie in other files beside it.
 
     Raises:
         SourceError: The file takes weights from outside of its folder.

@@ -42,21 +42,25 @@ def write(contents: FileContents, file: Path) -> None:
     _save(_model(contents.in_float32, file.parent), contents, file)
 
 
-def _model(contents: FileContents, beside: Path) -> ov.Model:
-    """Return OpenVINO's model of the network, made from an ONNX file in the folder `beside`."""
+def _model(contents: FileContents, parent: Path) -> ov.Model:
+    """Return OpenVINO's model of the network, made from a temporary ONNX file in a folder."""
     import onnx
     import openvino as ov
 
     # The temporary folder is made inside that of `atomic_write`. If the process is killed, the next
     # export names the latter to the user.
-    with tempfile.TemporaryDirectory(dir=beside) as folder:
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
         file = Path(folder) / "network.onnx"
         onnx.save(onnx_file.graph(contents), file)
         return ov.convert_model(file)
 
 
 def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
-    """Write a model with its metadata, and its weights beside it."""
+    """Write a model with its metadata, and its weights in a second file beside it.
+
+    Raises:
+        OSError: OpenVINO cannot write.
+    """
     import openvino as ov
 
     for key, value in contents.metadata.items():
@@ -77,6 +81,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
         how: The images that set the ranges, and the bits of a weight.
     """
     model = _model(contents, file.parent)
+    # NNCF's log is kept away while it runs.
     logger = logging.getLogger("nncf")
     level = logger.level
     try:
@@ -87,10 +92,10 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
             from nncf.quantization.advanced_parameters import OverflowFix, QuantizationParameters
             from nncf.quantization.range_estimator import RangeEstimatorParametersSet
 
+            # The fix writes weights of 7 bits, except in depthwise layers.
+            needs_fix = how.weight_bits == SAFE_BITS
             advanced = nncf.AdvancedQuantizationParameters(
-                overflow_fix=OverflowFix.ENABLE
-                if how.weight_bits == SAFE_BITS
-                else OverflowFix.DISABLE,
+                overflow_fix=OverflowFix.ENABLE if needs_fix else OverflowFix.DISABLE,
                 weights_quantization_params=QuantizationParameters(per_channel=True),
                 disable_bias_correction=True,
                 activations_range_estimator_params=RangeEstimatorParametersSet.MINMAX,
@@ -119,6 +124,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     import openvino as ov
 
     model = ov.Core().read_model(file)
+    # The value of every operator becomes an output, too.
     if inside:
         inner = [op for op in model.get_ops() if op.get_type_name() not in _ENDS]
         model.add_outputs([output for op in inner for output in op.outputs()])
@@ -127,7 +133,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
     def runs(*tensors: Tensor) -> list[Tensor]:
         outputs = compiled([x.numpy() for x in tensors])
-        return [torch.from_numpy(outputs[place].copy()) for place in range(len(compiled.outputs))]
+        return [torch.from_numpy(outputs[index].copy()) for index in range(len(compiled.outputs))]
 
     return runs
 
@@ -150,11 +156,10 @@ def metadata(file: Path) -> dict[str, str]:
     # OpenVINO would try other readers, which print what they find.
     if not file.read_bytes()[:64].lstrip().startswith(b"<"):
         raise ValueError("it is no XML")
-    # The notes can be read only while the model is referenced.
+    # The texts can be read only while the model is referenced.
     model = ov.Core().read_model(file)
-    noted = model.get_rt_info()
-    return (
-        {key: str(value.value) for key, value in noted["normswap"].items()}
-        if "normswap" in noted
-        else {}
-    )
+    runtime_info = model.get_rt_info()
+    # A file of another program has no such entry.
+    if "normswap" not in runtime_info:
+        return {}
+    return {key: str(value.value) for key, value in runtime_info["normswap"].items()}

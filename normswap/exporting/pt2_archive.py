@@ -58,7 +58,11 @@ _PICKLED_NAMES = re.compile(
     r"|torch\.storage UntypedStorage|torch Size|torch device"
     r"|torch (float|int|uint|bfloat|bool|complex)\w*"
 )
+# Codes of a pickle that torch.save never writes. With STACK_GLOBAL and EXT, the name of what the
+# pickle calls for does not stand beside the code, so it could not be checked.
+_REFUSED_CODES = ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "PERSID")
 _MOST_ENTRIES = 100_000
+# The bit of a zip entry's flags that says that the entry is encrypted.
 _ENCRYPTED = 1
 
 
@@ -145,7 +149,7 @@ class _Entries:
         return self.archive.read(self.infos[name])
 
     def record(self, name: str) -> object:
-        """Return the JSON of an entry, within the bounds of every JSON that is read."""
+        """Return the parsed JSON of an entry. `reading.parse_json` limits its size and depth."""
         return reading.parse_json(self.text(name))
 
     def text(self, name: str) -> str:
@@ -155,14 +159,12 @@ class _Entries:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[_Entries]:
-    """Open an archive for a `with` block, and turn what the block refuses into a SourceError.
-
-    The block is given the archive's entries.
+    """Open an archive for a `with` block, and yield its entries.
 
     Raises:
-        SourceError: The file holds something that is not opened, so the block has raised a
-            NotAllowedError.
-        ValueError: The records are nested too deeply.
+        SourceError: The block raised a NotAllowedError: the file holds something that is not
+            opened.
+        ValueError: The block raised a RecursionError: the file's JSON is nested too deeply.
     """
     try:
         with file.open("rb") as stream, zipfile.ZipFile(stream) as archive:
@@ -177,10 +179,14 @@ def _opened(file: Path) -> Iterator[_Entries]:
 
 
 def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries by name, if every reader of archives would see the same ones.
+    """Return the entries by name, without the name of the folder around all of them.
 
-    torch's reader ignores case, and takes the first of two entries of one name. Python's reader
-    takes the last.
+    An archive that another reader could read otherwise is refused. torch's reader ignores case, and
+    takes the first of two entries of one name. Python's reader takes the last.
+
+    Args:
+        archive: The archive.
+        stream: Its file.
     """
     infos = archive.infolist()
     if len(infos) > _MOST_ENTRIES:
@@ -196,9 +202,12 @@ def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.Zip
             raise NotAllowedError(f"two entries {shown(info.filename)}")
         seen.add(info.filename.lower())
 
+    # All entries are in one folder, which has any name, except in the layout of torch 2.7 and
+    # before.
     names = [info.filename for info in infos]
-    # All entries are in one folder, except in the layout of torch 2.7 and before.
-    root = "" if _OLD_VERSION in names else f"{names[0].partition('/')[0]}/" if names else ""
+    root = ""
+    if names and _OLD_VERSION not in names:
+        root = f"{names[0].partition('/')[0]}/"
     for name in names:
         if not name.startswith(root):
             raise NotAllowedError(f"the entry {shown(name)} outside of its folder {shown(root)}")
@@ -208,13 +217,14 @@ def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.Zip
 def _require_plain_entry(info: zipfile.ZipInfo) -> None:
     """Refuse an entry that is compressed, encrypted, a link, or leads out of a folder."""
     name = info.filename
-    # The Unix file mode, with the kind of the file. Some writers leave it at 0.
+    # The Unix file mode tells the kind of the file. Some writers leave the kind out (0).
     mode = info.external_attr >> 16
+    is_regular = stat.S_IFMT(mode) in (0, stat.S_IFREG)
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise NotAllowedError(f"the compressed entry {shown(name)}")
     if info.flag_bits & _ENCRYPTED:
         raise NotAllowedError(f"the encrypted entry {shown(name)}")
-    if mode and not (stat.S_ISREG(mode) or not stat.S_IFMT(mode)):
+    if not is_regular:
         raise NotAllowedError(f"the entry {shown(name)}, which is no file")
 
     parts = name.split("/")
@@ -233,12 +243,14 @@ def _read(entries: _Entries) -> Pt2Archive:
     if _PROGRAM not in entries.infos:
         raise KeyError(f"it has no entry {_PROGRAM}")
 
+    # Refuse entries that torch.export.save does not write.
     known = (_PROGRAM, _SAMPLES, *_TABLES.values(), *_PICKLED_TENSORS, *_VERSIONS, *_UNREAD)
     for name in entries.infos:
         expected = name in known or name.startswith(_EXTRA) or _BYTES_OF_TENSORS.fullmatch(name)
         if not expected:
             raise NotAllowedError(f"the entry {shown(name)}")
 
+    # Read the graph, and check the sample inputs and the tables of weights and constants.
     program = checked_program(entries.record(_PROGRAM))
     _read_samples(entries, _SAMPLES)
     tables = {
@@ -260,7 +272,7 @@ def _read(entries: _Entries) -> Pt2Archive:
 
 
 def _read_old(entries: _Entries) -> Pt2Archive:
-    """Read the layout of torch 2.7 and before."""
+    """Return the content of an archive in the layout of torch 2.7 and before."""
     known = (_OLD_PROGRAM, _OLD_SAMPLES, *_OLD_TENSORS, _OLD_VERSION)
     for name in entries.infos:
         if name not in known and not name.startswith(_OLD_EXTRA):
@@ -278,12 +290,22 @@ def _read_old(entries: _Entries) -> Pt2Archive:
 
 
 def _extra(entries: _Entries, folder: str) -> dict[str, str]:
+    """Return the texts in a folder of the archive, by their names in it."""
     names = [name for name in entries.infos if name.startswith(folder)]
     return {name.removeprefix(folder): entries.text(name) for name in names}
 
 
 def _require_bytes(entries: _Entries, folder: str, table: Mapping[str, object]) -> None:
-    """Refuse a tensor that has a size and no bytes: torch would make zeros of any size."""
+    """Refuse a tensor without bytes whose shape is not empty: torch would make zeros of any size.
+
+    Args:
+        entries: The entries of the archive.
+        folder: The folder of the tensors' entries.
+        table: The checked table of weights or of constants in that folder.
+
+    Raises:
+        KeyError: The entry of a tensor is missing.
+    """
     config = table["config"]
     assert isinstance(config, dict)
     for name, payload in config.items():
@@ -302,13 +324,13 @@ def _read_samples(entries: _Entries, name: str) -> None:
 
 
 def _read_tensors(entries: _Entries, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a pickled dict."""
+    """Return the tensors of an entry that is a pickled dict, by their names in it."""
     content = _unpickle(entries, name)
     if not isinstance(content, dict):
         raise NotAllowedError(f"something else than tensors in the entry {shown(name)}")
     for key, value in content.items():
-        plain = type(value) in (Tensor, torch.nn.Parameter)
-        if not isinstance(key, str) or not plain or value.layout != torch.strided:
+        is_tensor = type(value) in (Tensor, torch.nn.Parameter)
+        if not isinstance(key, str) or not is_tensor or value.layout != torch.strided:
             raise NotAllowedError(f"something else than tensors in the entry {shown(name)}")
     return content
 
@@ -327,8 +349,13 @@ def _unpickle(entries: _Entries, name: str) -> object:
 
 
 def _require_known_names(content: bytes) -> None:
-    """Refuse a pickle that calls for anything but tensors, numbers and containers."""
+    """Refuse a file of torch.save whose pickle calls for other names than tensors and containers.
+
+    Args:
+        content: The file: a zip archive with one pickle, `data.pkl`, and the bytes of the tensors.
+    """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        # torch.save writes one pickle, and compresses nothing.
         names = archive.namelist()
         pickles = [name for name in names if name.endswith(".pkl")]
         if len(set(names)) < len(names) or len(pickles) != 1:
@@ -337,18 +364,23 @@ def _require_known_names(content: bytes) -> None:
             raise NotAllowedError("a compressed pickle")
         pickled = archive.read(pickles[0])
 
+    # GLOBAL and INST look up what the pickle calls for. Their argument is its module and name, such
+    # as `torch._utils _rebuild_tensor_v2`.
     for code, argument, _ in pickletools.genops(pickled):
-        called = code.name in ("GLOBAL", "INST")
-        if called and not _PICKLED_NAMES.fullmatch(str(argument)):
+        looks_up_name = code.name in ("GLOBAL", "INST")
+        if looks_up_name and not _PICKLED_NAMES.fullmatch(str(argument)):
             raise NotAllowedError("a pickle")
-        # torch.save writes none of these codes. With STACK_GLOBAL and EXT, the name of what a
-        # pickle calls for does not stand beside the code.
-        if code.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "PERSID"):
+        if code.name in _REFUSED_CODES:
             raise NotAllowedError("a pickle")
 
 
 def _contents(archive: Pt2Archive, entries: _Entries) -> Iterator[tuple[str, bytes]]:
-    """Yield the entries of the new archive: names, and contents as torch's reader takes them."""
+    """Yield the entries of the archive that torch is given: the name and the bytes of each.
+
+    Args:
+        archive: What was read of the file, and checked.
+        entries: The entries of the file, from which the bytes of the weights are copied.
+    """
     root = "" if archive.old else "model/"
     for name, version in archive.versions.items():
         yield f"{root}{name}", version.encode()

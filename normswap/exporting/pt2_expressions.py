@@ -92,12 +92,14 @@ def _parsed(text: str) -> ast.Expression:
 
 
 def _is_small(value: object) -> bool:
+    """Whether a constant is a text, a bool, or a number below `_LARGEST_NUMBER`."""
     if isinstance(value, (bool, str)):
         return True
     return isinstance(value, (int, float)) and abs(value) < _LARGEST_NUMBER
 
 
 def _grows(node: ast.AST) -> bool:
+    """Whether a node is a power or a left shift, as an operator or as a call: 2 ** n, Pow(2, n)."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, _GROWING_OPERATORS)
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") in _GROWING
@@ -105,6 +107,7 @@ def _grows(node: ast.AST) -> bool:
 
 def _require_small_power(node: ast.AST, text: str) -> None:
     """Refuse a power that sympy would compute for hours: a large power, or a power of a power."""
+    # The node is an operator or a call (`_grows`).
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
     if len(operands) != 2:
         raise NotAllowedError(f"the expression {shown(text)}")
@@ -247,6 +250,7 @@ def _require_input(node: ast.AST, text: str) -> None:
 
 
 def _require_index(node: ast.AST, text: str) -> None:
+    """Check that an index is a number or a text: 0, -1, 'left'."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         node = node.operand
     if not isinstance(node, ast.Constant) or not isinstance(node.value, (int, str)):

@@ -41,23 +41,23 @@ def write(contents: FileContents, file: Path) -> None:
     if network.stored != network.dtype:
         # The weights are stored in bfloat16. `_Cast` turns them into float32 when they are read.
         network = copying.duplicate(network, {})
-        for module in [
-            module for module in nn.Module.modules(network) if isinstance(module, LINEAR)
-        ]:
+        # Parametrizing adds modules, so the layers are listed before.
+        layers = [module for module in nn.Module.modules(network) if isinstance(module, LINEAR)]
+        for module in layers:
             module.weight.data = module.weight.data.bfloat16()
             parametrize.register_parametrization(module, "weight", _Cast(), unsafe=True)
     save(traced(contents, network), contents, file)
 
 
 def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
-    """Return a network as torch.export records it.
+    """Return the program that torch.export makes of a network, without notes on its nodes.
 
     Args:
         contents: The contents of the file, with the example that the network is traced on.
         network: The network of the contents, or one that was made of it.
 
     Raises:
-        RefusedError: Torch.export cannot express it.
+        RefusedError: torch.export cannot express the network.
     """
     with refusing("torch.export cannot express the network"):
         program = torch.export.export(
@@ -78,7 +78,8 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
 def _rename_keywords(program: ExportedProgram) -> None:
     """Rename, in place, the tensors whose path has a keyword of Python in it, such as `class`.
 
-    torch writes the names into source code, where `heads.class.weight` is no name.
+    torch writes the names into source code, where `heads.class.weight` is no name. It becomes
+    `heads.class_.weight`.
     """
     signature = program.graph_signature
     for spec in (*signature.input_specs, *signature.output_specs):
@@ -97,7 +98,7 @@ def _without_keywords(path: str) -> str:
 
 
 def has_keywords(network: nn.Module) -> bool:
-    """Return whether the path of a layer or tensor of the network has a Python keyword in it."""
+    """Whether the path of a layer or tensor of the network has a Python keyword in it."""
     paths = [*copying.tree(network), *copying.tensors(network)]
     return any(path != _without_keywords(path) for path in paths)
 
@@ -129,6 +130,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
     module = traced(contents, contents.network).module()
     assert isinstance(module, fx.GraphModule)
+
     # torchao looks at the class of the module that an operator comes from. It passes over
     # subclasses (timm's Conv2dSame) and gives up where a module is called twice.
     for node in module.graph.nodes:
@@ -136,7 +138,9 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
             node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]
     quantizer = X86InductorQuantizer().set_global(quantization_config(torch.uint8, how.levels))
     rounded = calibrated(module, quantizer, how.images)
-    # torchao leaves the weights in fp32 beside those in int8. No node reads them, so they go.
+
+    # torchao leaves the weights in fp32 beside those in int8. No node reads them, so they are
+    # removed.
     read = {node.target for node in rounded.graph.nodes if node.op == "get_attr"}
     for name in dict(nn.Module.named_parameters(rounded, remove_duplicate=False)):
         if name not in read:
@@ -146,7 +150,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -> fx.GraphModule:
-    """Return an exported module in int8, with the ranges that it has on images.
+    """Return an exported module in int8, with ranges from the values that it has on images.
 
     Args:
         module: The exported module.
@@ -174,25 +178,26 @@ def quantization_config(activations: torch.dtype, levels: int) -> object:
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
 
-    room = torch.iinfo(activations)
-    between = QuantizationSpec(
+    limits = torch.iinfo(activations)
+    activation_spec = QuantizationSpec(
         activations,
         MinMaxObserver,
-        quant_min=room.min,
-        quant_max=room.max,
+        quant_min=limits.min,
+        quant_max=limits.max,
         qscheme=torch.per_tensor_affine,
     )
-    fine = PerChannelMinMaxObserver.with_args(eps=torch.finfo(torch.float32).tiny)
-    weights = QuantizationSpec(
+    # `eps` is the least step.
+    weight_observer = PerChannelMinMaxObserver.with_args(eps=torch.finfo(torch.float32).tiny)
+    weight_spec = QuantizationSpec(
         torch.int8,
-        fine,
+        weight_observer,
         quant_min=-levels,
         quant_max=levels,
         qscheme=torch.per_channel_symmetric,
         ch_axis=0,
     )
     # The specifications of inputs, outputs, weights and biases. Biases are not quantized.
-    return QuantizationConfig(between, between, weights, None)
+    return QuantizationConfig(activation_spec, activation_spec, weight_spec, None)
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
@@ -211,6 +216,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
             with module.graph.inserting_after(node):
                 copies.append(module.graph.call_function(copy.deepcopy, (node,)))
         module.graph.output_node().args = (copies,)
+        # The old code would give the outputs the structure of the network's own.
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
     return torch.no_grad()(module)

@@ -37,6 +37,7 @@ _LARGEST_INTEGER = 2**64
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "meta")
 _DIALECTS = ("", "ATEN", "TRAINING")
+# The number by which torch.export's files name the layout of dense tensors (torch.strided).
 _STRIDED = 7
 
 # The allowed operators of each namespace. None allows all that pass the other checks of
@@ -80,13 +81,16 @@ _ANSWER_TYPE = re.compile(r"transformers(\.\w+)+", re.ASCII)
 
 
 def checked_program(record: object) -> dict[str, object]:
-    """Return the program as torch may read it.
+    """Return the program for torch to read, after every part of it has been checked.
 
     Args:
-        record: The JSON of the program, as the file has it.
+        record: The parsed JSON of the program. It comes from the file, so it is not trusted.
+
+    Returns:
+        The program without its notes, such as stack traces.
 
     Raises:
-        NotAllowedError: Something in it could run code, or is not known.
+        NotAllowedError: Something in the program could run code, or is not known here.
     """
     program = _PROGRAM(record)
     assert isinstance(program, dict)
@@ -147,11 +151,11 @@ def _require_schema(namespace: str, name: str, overload: str, target: str) -> No
         raise NotAllowedError(f"the operator {shown(target)}")
 
     for argument in operator._schema.arguments:
-        kind = str(argument.type)
+        type_name = str(argument.type)
         # A text could name a file, so it is allowed only for the arguments of `_WORD_ARGUMENT`.
-        plain = _PLAIN_ARGUMENT.fullmatch(kind) is not None
-        word = kind in ("str", "Optional[str]") and _WORD_ARGUMENT.fullmatch(argument.name)
-        if not plain and not word:
+        is_plain = _PLAIN_ARGUMENT.fullmatch(type_name) is not None
+        is_text = type_name in ("str", "Optional[str]")
+        if not is_plain and not (is_text and _WORD_ARGUMENT.fullmatch(argument.name)):
             raise NotAllowedError(f"the operator {shown(target)}, which takes {argument.name}")
 
 
@@ -223,7 +227,10 @@ def _number(value: object) -> object:
 
 
 def _message(value: object) -> object:
-    """Return text that an operator takes, such as a mode or the message of an error."""
+    """Return text that an operator takes, such as a mode or the message of an error.
+
+    It must be printable and short.
+    """
     if not isinstance(value, str) or len(value) > 10_000 or not value.isprintable():
         raise NotAllowedError(f"the text {shown(value)}")
     return value
@@ -238,12 +245,18 @@ def _target(value: object) -> object:
 
 
 def _left_out(value: object) -> object:
-    """Leave out the notes on a node, such as its stack trace, because torch needs none."""
+    """Return an empty dict in place of the notes on a node, such as its stack trace.
+
+    torch needs none of them.
+    """
     return {}
 
 
 def _guards(value: object) -> object:
-    """Check comparisons of sizes and leave them out. torch checks sizes without them."""
+    """Check the comparisons of sizes in the file, and return an empty list in their place.
+
+    torch checks sizes without them.
+    """
     for guard in _items(value):
         if not isinstance(guard, str):
             raise NotAllowedError(f"the guard {shown(guard)}")
@@ -259,6 +272,7 @@ def _size_expression(value: object) -> object:
 
 
 def _items(value: object) -> list[object]:
+    """Return the value if it is a list."""
     if not isinstance(value, list):
         raise NotAllowedError(f"{shown(value)} where a list stands")
     return value
@@ -330,7 +344,12 @@ def _union(name: str, kinds: Mapping[str, Rule]) -> Rule:
 
 
 def _tree(value: object) -> object:
-    """Return the JSON text that says how inputs or outputs are nested, with its parts checked."""
+    """Return the JSON text that says how inputs or outputs are nested, with its parts checked.
+
+    For a tuple of one tensor, it is `[1, {"type": "builtins.tuple", "context": "null",
+    "children_spec": [{"type": null, "context": null, "children_spec": []}]}]`, where 1 is the
+    version of the notation.
+    """
     if not isinstance(value, str):
         raise NotAllowedError(f"the tree {shown(value)}")
     try:
@@ -341,15 +360,22 @@ def _tree(value: object) -> object:
 
 
 def _branch(spec: object) -> dict[str, object]:
-    """Return a branch of a tree: a leaf, or a tuple, list, dict or record of branches."""
+    """Return a branch of a tree (`_tree`), with its parts checked.
+
+    A branch stands for a tensor, or for a tuple, list, dict or output record of transformers that
+    holds further branches.
+    """
     if not isinstance(spec, dict) or set(spec) != {"type", "context", "children_spec"}:
         raise NotAllowedError(f"the tree {shown(spec)}")
 
+    # A tensor has the type null.
     kind = spec["type"]
     context = spec["context"]
-    known = kind is None or kind in _TREE_TYPES
-    if not known and not (isinstance(kind, str) and _ANSWER_TYPE.fullmatch(kind)):
+    is_known = kind is None or kind in _TREE_TYPES
+    if not is_known and not (isinstance(kind, str) and _ANSWER_TYPE.fullmatch(kind)):
         raise NotAllowedError(f"the type {shown(kind)} among its inputs and outputs")
+
+    # The context of a dict is JSON in the JSON: the text of a list of its keys.
     if context is not None:
         context = json.dumps(_keys(context))
 
@@ -358,7 +384,10 @@ def _branch(spec: object) -> dict[str, object]:
 
 
 def _keys(context: object) -> object:
-    """Return the keys of a dict of inputs or outputs, from their JSON. None for a tuple or list."""
+    """Return the keys of a dict of inputs or outputs, from JSON such as `["image", "mask"]`.
+
+    The result is None for a tuple or list, whose JSON is `null`.
+    """
     try:
         keys = json.loads(str(context))
     except (ValueError, RecursionError):
@@ -376,10 +405,10 @@ def _call_tree(value: object) -> object:
     """Return the tree of all inputs. The names of keyword arguments must be names in Python."""
     tree = _tree(value)
     _, spec = json.loads(str(tree))
-    # The first branch holds the positional arguments. The next one holds the keyword arguments,
-    # with their names as its context.
-    for arguments in spec["children_spec"][1:]:
-        for name in json.loads(arguments["context"] or "[]") or []:
+    # The first branch holds the positional arguments. The next one is the dict of the keyword
+    # arguments. Its context is the JSON of their names, or null.
+    for keyword_arguments in spec["children_spec"][1:]:
+        for name in json.loads(keyword_arguments["context"] or "[]") or []:
             _identifier(name)
     return tree
 
@@ -387,10 +416,11 @@ def _call_tree(value: object) -> object:
 def _plain_tensor(value: object) -> object:
     """Return the shape and type of a weight or constant, if its shape is fixed and not too large.
 
-    Its sides must be numbers, and it may have at most 2^32 values.
+    Its sides must be numbers, not expressions, and it may have at most 2^32 values.
     """
     meta = _TENSOR_META(value)
     assert isinstance(meta, dict)
+    # A side that is an expression has no "as_int", so it becomes None here.
     sides = [side.get("as_int") for side in meta["sizes"]]
     if not all(isinstance(side, int) and side >= 0 for side in sides):
         raise NotAllowedError(f"a weight of the shape {shown(meta['sizes'])}")
@@ -400,7 +430,10 @@ def _plain_tensor(value: object) -> object:
 
 
 def _unpickled(value: object) -> object:
-    """Return false: a weight is stored as its bytes, not as a pickle."""
+    """Return False if the value is False, which says that a weight is stored as its bytes.
+
+    True would have torch load a pickle, which can run code.
+    """
     if value is not False:
         raise NotAllowedError("a pickled weight")
     return False

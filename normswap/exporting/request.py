@@ -38,10 +38,10 @@ class ExportRequest:
         form: The format of the file.
         settings: The options of the file.
         size: The size (C, H, W) of an image, or of the first of the inputs.
-        config: The preprocessing of images.
-        signature: The names of the inputs and outputs.
-        inputs: Calls with all inputs, of a file that gives all outputs. It is empty where images go
-            in and one answer comes out.
+        config: timm's preprocessing record of the images: mean, std, input_size and others.
+        signature: The names of the inputs and outputs, and the call of the network.
+        inputs: Calls of the network, for a file with all of its inputs and outputs. It is empty for
+            a file that takes images and gives one answer.
         imaged: Whether these inputs are images, for which the network gives several answers.
         drawn: Whether the values of these inputs are random.
     """
@@ -66,7 +66,15 @@ class ExportRequest:
         inputs: Inputs,
         settings: FileSettings,
     ) -> ExportRequest:
-        """Return the request of `export`'s arguments.
+        """Return the request that `export`'s arguments make.
+
+        Args:
+            model: The network, or the result of a conversion.
+            file: The path to write.
+            form: The format of the file.
+            inputs: The inputs of the network. With None, images go in and one answer comes out,
+                unless the network's record says that it takes other inputs.
+            settings: The options of the file.
 
         Raises:
             OptionError: An option does not fit the network or the format (`export`).
@@ -76,6 +84,8 @@ class ExportRequest:
         source = copying.duplicate(network, {}).cpu().float().eval()
         config = sidecar.config(source)
 
+        # A network whose record names its inputs, or states a size that is no image's (C, H, W),
+        # gets random inputs. For any other network, `inputs` stays None.
         drawn = inputs is None
         if inputs is None:
             inputs = network_input.drawn_calls(source)
@@ -84,7 +94,7 @@ class ExportRequest:
                     [network_input.noise(source, config["input_size"], batch=2)]
                 )
 
-        # With inputs, all tensors of the network are the file's.
+        # With inputs, the file takes and gives all tensors of the network.
         if inputs is not None:
             _require_plain(settings)
             calls = tuple(call.like(source) for call in calling.batches(inputs))
@@ -100,22 +110,22 @@ class ExportRequest:
                 "it is C,H,W: three positive whole numbers",
             )
 
-        encoder = getattr(source, "num_classes", None) == 0
-        if settings.softmax and encoder:
+        # timm's networks without a classifier have 0 classes.
+        has_no_classifier = getattr(source, "num_classes", None) == 0
+        if settings.softmax and has_no_classifier:
             raise OptionError("the network has no classifier", "a softmax needs classes")
-        output = "features" if encoder else "logits"
+        output = "features" if has_no_classifier else "logits"
         if settings.softmax:
             output = "probabilities"
         return cls(source, file, form, settings, size, config, Signature.of_images(source, output))
 
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
-        """The inputs for tracing.
+        """The inputs for tracing: one sample, or two if the number of samples is free.
 
-        If the number of samples is free, the inputs are two samples, because torch.export takes 1
-        for a constant.
+        torch.export would take the number 1 for a constant.
         """
-        count = 1 + self.settings.dynamic_batch
+        count = 2 if self.settings.dynamic_batch else 1
         if not self.inputs:
             return (torch.zeros(count, *self.size),)
         return tuple(self.inputs[0].first(count).tensors())
@@ -142,12 +152,15 @@ class ExportRequest:
     def pictures(self, count: int = 16) -> Tensor:
         """Return smooth noise (count, C, H, W), normalized as the source takes images."""
         mean, std = self.normalization
+        # The sigmoid brings the noise, of unit variance, into the range of pixels, 0..1.
         return (torch.sigmoid(2 * pink(count, self.size, 0)) - mean) / std
 
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
-        """Return a request whose outputs the network gives, and these outputs by name.
+        """Run the network, and return a request for the outputs that it has, with their values.
 
-        The request is this one, or a request for all outputs if none of them is the answer.
+        Returns:
+            This request, or a request for all outputs if none of them is the answer. The values are
+            the network's outputs on `traced_on`, by name.
 
         Raises:
             OptionError: The network does not run, or an option needs one answer.
@@ -156,8 +169,8 @@ class ExportRequest:
         try:
             return self, self.signature.answers(self.source, self.traced_on)
         except NoAnswerError:
-            special = settings.dtype == "int8" or settings.normalize or settings.softmax
-            if self.inputs or special:
+            needs_answer = settings.dtype == "int8" or settings.normalize or settings.softmax
+            if self.inputs or needs_answer:
                 raise
 
         whole = _everything(self.source, self.example, settings.dynamic_batch)
@@ -166,7 +179,10 @@ class ExportRequest:
         return request, whole.answers(self.source, request.traced_on)
 
     def raw(self, images: Tensor) -> Tensor:
-        """Return images as the file takes them, from images as the source takes them."""
+        """Return images as the file takes them, from images as the source takes them.
+
+        A file that normalizes images itself takes pixels in 0..1, so the normalization is undone.
+        """
         if not self.settings.normalize:
             return images
         mean, std = self.normalization
@@ -175,7 +191,7 @@ class ExportRequest:
     def quantization(
         self, calibrate: Batches | None, images: Batches | None
     ) -> Quantization | None:
-        """Return the quantizer's input for a file in int8, None for another precision.
+        """Return the input of the quantizer, or None for a file that is not in int8.
 
         Args:
             calibrate: Batches that set the ranges.
@@ -198,8 +214,9 @@ class ExportRequest:
                 f"int8 needs {what}", remedy=f"Give {spelled('calibrate', metavar='DATA')}"
             )
 
-        form = self.signature.form
-        if form.kwargs or form.listed:
+        call = self.signature.form
+        takes_one_tensor = not (call.kwargs or call.listed)
+        if not takes_one_tensor:
             raise OptionError(
                 "int8 is for networks that take images as one tensor, by position",
                 "this one does not",
@@ -216,17 +233,20 @@ class ExportRequest:
                     f"images to calibrate on are {shown}", f"the file takes {taken}", remedy
                 )
 
-        every = self.raw(torch.cat(batches))
-        # The tools want batches of one size: the largest that divides the number of images.
-        even = next(size for size in range(min(_BATCH, len(every)), 0, -1) if not len(every) % size)
+        # The tools run the file, so images are given as the file takes them, and in batches of one
+        # size.
+        file_images = self.raw(torch.cat(batches))
+        divisor = _largest_divisor(len(file_images), at_most=_BATCH)
+        batch_size = divisor if self.settings.dynamic_batch else 1
         bits = self.settings.weight_bits or self.form.weight_bits[0]
-        return Quantization(every.split(even if self.settings.dynamic_batch else 1), bits)
+        return Quantization(file_images.split(batch_size), bits)
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
-        """Return the answers that the file must compute.
+        """Return the record by which the file is checked: the network, and what the file adds.
 
         Args:
-            rounded: The network with its numbers rounded to the file's precision, if that is lower.
+            rounded: The network with its numbers rounded to the file's precision. None if the
+                precision is float32.
         """
         anatomy = None
         with suppress(TraceError):
@@ -247,6 +267,8 @@ class ExportRequest:
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
         """Return the inputs to check the file on, and their name in reports.
 
+        The inputs are batches, each with labels or None.
+
         Args:
             images: Batches of the user. Without them, the file is checked on the request's inputs,
                 or on smooth noise.
@@ -257,6 +279,7 @@ class ExportRequest:
         elif self.inputs:
             described = "given inputs"
 
+        # A file with all inputs of the network is checked without labels.
         if self.inputs:
             calls: Batches = self.inputs
             if images is not None:
@@ -267,24 +290,46 @@ class ExportRequest:
         return checks.split(pairs, singly=not self.settings.dynamic_batch), described
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
-        """Yield the file's inputs, call by call. A call is one sample if their number is fixed."""
+        """Yield the file's input tensors for each call, with None in place of labels.
+
+        If the file takes one sample at a time, each batch is parted into calls of one sample.
+
+        Args:
+            batches: Inputs of the network, as the user gives them.
+        """
         for batch in batches:
             example = self.signature.form.read(batch)[0].like(self.source)
             for call in [example] if self.settings.dynamic_batch else example.parted(1):
                 yield tuple(call.tensors()), None
 
 
+def _largest_divisor(number: int, *, at_most: int) -> int:
+    """Return the largest divisor of a number that is not above `at_most`."""
+    return next(size for size in range(min(at_most, number), 0, -1) if not number % size)
+
+
 def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield batches of images, with their labels if they have some."""
+    """Yield batches of images in float32, each with its labels, or None if it has none."""
     for batch in [images] if isinstance(images, Tensor) else images:
         x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
         yield x.float(), labels
 
 
 def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
-    """Return the signature of a file that takes and gives all tensors of the network."""
-    whole = Signature.of(source, example.first(1 + dynamic_batch))
-    if dynamic_batch and (example.first(2).count != 2 or example.listed):
+    """Return the signature of a file that takes and gives all tensors of the network.
+
+    Args:
+        source: The network.
+        example: A call of the network.
+        dynamic_batch: Whether the file takes any number of samples at a time.
+
+    Raises:
+        OptionError: The network does not run, or the number of samples cannot be free.
+    """
+    # A free number is traced with two samples (`ExportRequest.traced_on`).
+    whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
+    has_two_samples = example.first(2).count == 2 and not example.listed
+    if dynamic_batch and not has_two_samples:
         raise OptionError(
             "the number of samples cannot be free",
             "the first of the inputs has no two to be parted",
@@ -293,7 +338,7 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(settings: FileSettings) -> None:
-    """Refuse options of files that take images and give one answer.
+    """Refuse options that only a file with images in and one answer out can have.
 
     Raises:
         OptionError: One of these options was given.

@@ -180,7 +180,18 @@ class SidecarOfImages(_SidecarPart):
 
 
 class SidecarOfTensors(_SidecarPart):
-    """The sidecar of a file that has more inputs or outputs, or other ones."""
+    """The sidecar of a file that has several inputs or outputs, or inputs that are no images.
+
+    Args:
+        inputs: The inputs, in the file's order.
+        outputs: The outputs, in the file's order.
+        resize: How an image gets its size. None if the inputs are no images.
+        normalize: How pixels are normalized. None if the file does this itself, or the inputs are
+            no images.
+        precision: The types in which the file stores weights and computes.
+        checked: How far the file was from its network. A text instead says why it was not checked.
+        quantization: How the file was quantized. None for a file that was not.
+    """
 
     inputs: Annotated[list[NamedTensor], Field(min_length=1, max_length=1000)]
     outputs: Annotated[list[NamedTensor], Field(max_length=1000)]
@@ -208,7 +219,7 @@ def config(model: nn.Module) -> Body:
 def body(
     model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool
 ) -> Body:
-    """Return the record of how to prepare an image for the file, and of its answers' meaning.
+    """Return the sidecar of a file of images: how to prepare an image, and what its answers mean.
 
     Args:
         model: The network inside the file.
@@ -221,8 +232,9 @@ def body(
     labels = provenance.of(model).pretrained_cfg.get("label_names")
     if isinstance(labels, Mapping):
         labels = list(labels.values())
-    # The crop keeps the share `crop_pct` of each side, so an image is first resized to the file's
-    # size divided by it.
+
+    # The crop keeps the share `crop_pct` of each side. So an image is first resized to the file's
+    # size divided by `crop_pct`.
     crop = {key: stated[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in stated}
     return {
         "input": {
@@ -246,7 +258,7 @@ def body(
 def plain_body(
     signature: Signature, tensors: Sequence[Tensor], answers: Mapping[str, Tensor], *, dynamic: bool
 ) -> Body:
-    """Return the inputs and outputs of a file that takes more than images.
+    """Return the sidecar of a file with other inputs than images: its inputs and outputs.
 
     Args:
         signature: The names of the inputs.
@@ -328,7 +340,10 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
 
 
 def _copy_inside(noted: Mapping[str, str]) -> Body:
-    """Return the copy in a file's metadata. It is empty if another program wrote the metadata."""
+    """Return the copy of the sidecar in a file's metadata.
+
+    It is empty if another program wrote the metadata.
+    """
     text = noted.get("preprocess")
     if not isinstance(text, str):
         return {}
@@ -346,10 +361,11 @@ def _check(body: Body, origin: str) -> None:
         body: The record.
         origin: The file that the record was read from, for the message.
     """
+    # The sidecar of a file of images has "input", any other has "inputs".
     is_of_images = "input" in body
     try:
         reading.validated(_reader(is_of_images), json.dumps(body))
-        if "input" in body:
+        if is_of_images:
             # An image of this size must be possible, too.
             reading.validated(
                 TypeAdapter(ImageRecord), json.dumps({"input_size": body["input"]["size"]})
@@ -360,4 +376,5 @@ def _check(body: Body, origin: str) -> None:
 
 @functools.cache
 def _reader(is_of_images: bool) -> TypeAdapter[Any]:
+    """Return pydantic's validator of a sidecar, which is costly to build and so kept."""
     return TypeAdapter(SidecarOfImages if is_of_images else SidecarOfTensors)

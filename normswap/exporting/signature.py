@@ -28,7 +28,7 @@ class Signature:
     """The inputs and outputs of a file, and the call of the network inside.
 
     Args:
-        form: The call of the network, without its tensors.
+        form: The call of the network, with empty tensors in place of its tensors.
         inputs: The names of the file's inputs, in order.
         outputs: The names of the file's outputs, in order.
         whole: Whether all tensors of the network go in and come out, one by one. Otherwise images
@@ -54,7 +54,12 @@ class Signature:
     def of(cls, model: nn.Module, example: Example) -> Signature:
         """Return the signature of a file that takes and gives every tensor of the network.
 
-        The names are those of dicts, records and arguments.
+        An input or output is named by forward's argument, and by the keys of dicts and the
+        attributes of objects that lead to it.
+
+        Args:
+            model: The network.
+            example: A call of the network.
 
         Raises:
             OptionError: The network does not run, or gives no tensor.
@@ -78,11 +83,15 @@ class Signature:
                 for name, value in outputs.items()
             }
 
-        # The form of the call is kept, without its tensors.
+        # The call is kept with empty tensors in place of its tensors.
         return cls(example.hollow, tuple(taken), tuple(outputs), whole=True)
 
     def example(self, tensors: Sequence[Tensor]) -> Example:
-        """Return the call of the network with the tensors that go into the file."""
+        """Return the call of the network for the tensors that go into the file.
+
+        Args:
+            tensors: The images alone, or all tensors of the call in the order of `inputs`.
+        """
         if not self.whole:
             return self.form.of(tensors[0])
         values = iter(tensors)
@@ -106,6 +115,7 @@ class Signature:
             with torch.no_grad():
                 # The forward may write into its input, so it gets copies.
                 outputs = self.call(network, [tensor.clone() for tensor in tensors])
+        # `call` found no answer among the network's outputs.
         except NormswapError as error:
             raise NoAnswerError(error.what, error.why, _OTHERS) from None
         # The forward is the user's, and may raise anything.
@@ -133,9 +143,9 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
     """Return every tensor in a value, named by the keys on the way to it.
 
     Args:
-        value: A tensor, or dicts, lists and records of tensors.
-        alone: The name of a tensor that no key leads to. If the name would begin with a digit, this
-            word is put before it.
+        value: A tensor, or dicts, lists and objects that hold tensors.
+        alone: The name of a tensor that no key leads to. If the keys begin with a digit, as for the
+            items of a list, this word is put before them: `output_0`.
     """
     named: dict[str, Tensor] = {}
     for name, tensor in named_tensors(value):

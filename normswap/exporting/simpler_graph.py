@@ -27,8 +27,11 @@ A = TypeVar("A", bound=Argument)
 _ATEN = torch.ops.aten
 _NEW = (_ATEN.new_full.default, _ATEN.new_zeros.default, _ATEN.new_ones.default)
 _LIKE = (_ATEN.zeros_like.default, _ATEN.ones_like.default, _ATEN.full_like.default)
-# Operators that read only shape and dtype of one argument, the first or the second.
-_FORM: dict[object, int] = {**dict.fromkeys((*_NEW, *_LIKE), 0), _ATEN.type_as.default: 1}
+# Operators that read only the shape and dtype of one argument, with the position of that argument.
+_SHAPE_ARGUMENTS: dict[object, int] = {
+    **dict.fromkeys((*_NEW, *_LIKE), 0),
+    _ATEN.type_as.default: 1,
+}
 _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
@@ -52,10 +55,12 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
 
 
 def simpler(contents: FileContents) -> fx.GraphModule:
-    """Return the network in operators that more tools have.
+    """Return the network as a graph with constants precomputed and the splits of q, k, v as slices.
+
+    More tools have the operators of this graph.
 
     Raises:
-        RefusedError: Torch.export cannot express the network.
+        RefusedError: torch.export cannot express the network.
     """
     module = with_constants(contents)
     for node in list(module.graph.nodes):
@@ -66,13 +71,12 @@ def simpler(contents: FileContents) -> fx.GraphModule:
 
 
 def with_constants(contents: FileContents) -> fx.GraphModule:
-    """Return the network as torch.export records it.
+    """Return the network's graph of torch.export, with values that depend on no input as constants.
 
-    Values that depend on no input become constants. A graph that writes into such a value stays as
-    it is.
+    If the graph writes into such a value, no value becomes a constant.
 
     Raises:
-        RefusedError: Torch.export cannot express the network.
+        RefusedError: torch.export cannot express the network.
     """
     module = pt2_file.traced(contents, copying.duplicate(contents.network, {})).module()
     assert isinstance(module, fx.GraphModule)
@@ -88,6 +92,8 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
         # is not needed. Only tensors and numbers are stored.
         if node.op == "get_attr" or not readers or not isinstance(value, Tensor | int | float):
             continue
+
+        # A tensor becomes a buffer of the module. A number is written into the readers' arguments.
         if isinstance(value, Tensor):
             module.register_buffer(
                 f"constant_{count}", value.clone(memory_format=torch.contiguous_format)
@@ -113,10 +119,12 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
     """
     constants: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
+        # Parameters and buffers are constants.
         if node.op == "get_attr" and isinstance(
             value := attrgetter(str(node.target))(module), Tensor
         ):
             constants[node] = value
+
         # Inputs, stored tensors and the output have a string as target and compute nothing. Random
         # operators give another value at each run.
         if not callable(node.target) or torch.Tag.nondeterministic_seeded in getattr(
@@ -125,26 +133,30 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
             continue
 
         # An argument whose shape and type alone are read need not be constant: an empty tensor of
-        # that shape stands in for it.
-        form = _form(node)
-        read = [argument for argument in node.all_input_nodes if argument not in form]
+        # that shape takes its place.
+        stand_ins = _stand_ins(node)
+        read = [argument for argument in node.all_input_nodes if argument not in stand_ins]
         writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
         if writes and any(argument in constants for argument in read):
             return {}
+
+        # A node that reads only constants is a constant. Its value is computed here.
         if all(argument in constants for argument in read):
-            values: dict[fx.Node, Argument] = {**form, **constants}
+            values: dict[fx.Node, Argument] = {**stand_ins, **constants}
             constants[node] = node.target(*_with(values, node.args), **_with(values, node.kwargs))
     return constants
 
 
-def _form(node: fx.Node) -> dict[fx.Node, Tensor]:
-    """Return an empty tensor for the argument whose shape and type alone a node reads.
+def _stand_ins(node: fx.Node) -> dict[fx.Node, Tensor]:
+    """Return an empty tensor for the argument of which a node reads only the shape and dtype.
 
-    The dict has this argument as its key. It is empty for every other operator.
+    Returns:
+        A dict from that argument to an empty tensor of its shape and dtype. The dict is empty if
+        the node reads the values of all its arguments.
     """
-    if node.target not in _FORM:
+    if node.target not in _SHAPE_ARGUMENTS:
         return {}
-    tensor = node.args[_FORM[node.target]]
+    tensor = node.args[_SHAPE_ARGUMENTS[node.target]]
     if not isinstance(tensor, fx.Node):
         return {}
     return {tensor: torch.empty(tensor.meta["val"].shape, dtype=tensor.meta["val"].dtype)}
@@ -156,17 +168,22 @@ def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
 
 
 def _as_slices(node: fx.Node) -> None:
-    """Replace a reshape to five dimensions by slices, in place, if its parts are taken one by one.
+    """Take queries, keys and values as slices of the last dimension, in place.
 
-    A transformer makes queries, keys and values by (N, L, 3 h d) -> (N, L, 3, h, d) ->
-    (3, N, h, L, d) -> three times (N, h, L, d). Nothing is done if the node is none of these.
+    A transformer takes them by way of five dimensions: (N, L, 3 h d) is reshaped to
+    (N, L, 3, h, d), permuted to (3, N, h, L, d), and split into three of (N, h, L, d). Here each of
+    the three becomes a slice of (N, L, 3 h d), reshaped and permuted.
+
+    Args:
+        node: A node of the graph. Nothing is done if it is not the last step of such a split.
     """
     picked = _picked(node)
     if not picked:
         return
 
-    # The parts are taken of a permutation of the reshape, or of the reshape itself. `order` holds
-    # the dimension of the reshape at each position of the permutation.
+    # The parts are taken from the permuted tensor, or from the reshaped one if there is no
+    # permutation. `order` is the permutation: at each position, the dimension of the reshaped
+    # tensor.
     source = node.all_input_nodes[0]
     order = list(range(node.all_input_nodes[0].meta["val"].ndim))
     if source.target is _ATEN.permute.default:
@@ -175,8 +192,8 @@ def _as_slices(node: fx.Node) -> None:
     if source.target not in _RESHAPES:
         return
 
-    # Only a split of the last dimension becomes slices. In the reshape, `axis` is then the
-    # dimension that counts the parts. Before it stand all dimensions of the tensor but the last.
+    # `axis` is the dimension of the reshaped tensor that counts the parts: the 3 of (N, L, 3, h,
+    # d). Only a split of the last dimension becomes slices, so N and L must stand before `axis`.
     tensor = source.all_input_nodes[0]
     sizes = list(source.meta["val"].shape)
     axis = order[argument(node, 1, "dim", default=0)]
@@ -184,11 +201,11 @@ def _as_slices(node: fx.Node) -> None:
     if sizes[:axis] != outer:
         return
 
-    # Each part is a slice of the last dimension, reshaped and permuted without `axis`. Dimensions
-    # behind `axis` move forward by one.
+    # Each part is a slice of `width` numbers of the last dimension. It is reshaped and permuted as
+    # before, but without `axis`. Dimensions behind `axis` move forward by one.
     width = length // sizes[axis]
     other_sizes = sizes[:axis] + sizes[axis + 1 :]
-    turned = [dim - (dim > axis) for dim in order if dim != axis]
+    other_order = [dim - (dim > axis) for dim in order if dim != axis]
     call = node.graph.call_function
     for user, index in picked.items():
         # A negative index counts from the end.
@@ -198,15 +215,16 @@ def _as_slices(node: fx.Node) -> None:
             user.replace_all_uses_with(
                 call(
                     _ATEN.permute.default,
-                    (call(_ATEN.reshape.default, (section, other_sizes)), turned),
+                    (call(_ATEN.reshape.default, (section, other_sizes)), other_order),
                 )
             )
 
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:
-    """Return a dict from each node that takes one part of a dimension to the index of that part.
+    """Return the nodes that take one part of a dimension each, with the index of that part.
 
-    It is empty if `node` is neither a select nor an unbind whose parts are taken one by one.
+    `x.select(dim, i)` takes a part itself. After `x.unbind(dim)`, the nodes that read one of the
+    parts take them. The dict is empty if `node` is neither.
     """
     if node.target is _ATEN.select.int:
         return {node: cast(int, node.args[2])}

@@ -151,12 +151,13 @@ class Recorder(TorchFunctionMode):
         # Some norms are known by what they compute. They are run before anything is recorded.
         self.norms_and_maps = {id(module) for module in modules.values() if site_of(module).is_leaf}
 
-        # The paths of the modules that are running, and whether a leaf runs, in which nothing is
-        # recorded.
+        # The paths of the modules that are running, outermost first.
         self.around: list[str] = []
-        self.resting = False
-        # Tensors that are not marked, with node and version: the network's own tensors outlive the
-        # run, and a tensor that is kept here keeps its id.
+        # Whether nothing is recorded, because a leaf runs, which is one node.
+        self.is_paused = False
+        # The tensors that have no mark, by id, each with its node and version. The network's own
+        # tensors get no mark, which would outlive the run. Keeping a tensor here also keeps its id
+        # from being given to another one.
         self._known: dict[int, tuple[Tensor, fx.Node, int]] = {}
         # The last node that wrote to each storage.
         self._writes: dict[StorageWeakRef | None, fx.Node] = {}
@@ -168,10 +169,11 @@ class Recorder(TorchFunctionMode):
 
         # The names come in the order in which `map` meets the tensors.
         def enter(tensor: Tensor) -> Tensor:
-            """Return a copy of a tensor of the example that is the value of a placeholder."""
-            # A name such as `0.2` or `1.mask.x` begins with the dict of `arguments` that holds the
-            # tensor. The position or keyword of the argument follows, then the keys inside of it.
+            """Return a copy of a tensor of the example, after adding a placeholder node for it."""
             value = tensor.detach().clone()
+            # In a name such as `0.2` or `1.mask.x`, 0 stands for the positional arguments and 1 for
+            # the keyword arguments. The position or keyword of the argument follows, then the keys
+            # inside of it. The placeholder of `1.mask.x` is called `mask_x`.
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
             if name[0].isdigit():
@@ -185,16 +187,18 @@ class Recorder(TorchFunctionMode):
         with intercepted(self._run_module), self:
             result = entered.call(self.model)
 
+        # A graph ends with a node that reads the only output, or a tuple of all outputs.
         nodes = [self._node_of(tensor) for _, tensor in named_tensors(result)]
         outputs = tuple(node for node in nodes if node is not None)
-        self._add("output", "output", (outputs[0] if len(outputs) == 1 else outputs,), {}, None)
+        returned = outputs[0] if len(outputs) == 1 else outputs
+        self._add("output", "output", (returned,), {}, None)
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         """Run a function that the forward calls, and record it if it belongs into the graph."""
         kwargs = kwargs or {}
-        if self.resting:
+        if self.is_paused:
             return func(*args, **kwargs)
 
         # A question for a shape or dtype is answered, but is no operation of the graph.
@@ -206,7 +210,8 @@ class Recorder(TorchFunctionMode):
         if not any(self._is_tracked(tensor) for tensor in tensors):
             return self._run_untracked(func, args, kwargs)
 
-        # The arguments become nodes before `func` may write to them.
+        # The function is named as torch.fx names it. Its arguments become nodes before it may write
+        # to them.
         kind, target, positional, named = spelling.spelled(func, args, kwargs)
         positional = self._with_nodes(positional)
         named = self._with_nodes(named)
@@ -214,7 +219,8 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         overwritten = _written_since(tensors, versions)
 
-        # Without a tensor in the result, Python has read a value.
+        # Without a tensor in the result, Python has read a value. The node then says only that the
+        # value of the first argument is read.
         if not overwritten and next(named_tensors(result), None) is None:
             kind = "call_function"
             target = spelling.left
@@ -227,7 +233,10 @@ class Recorder(TorchFunctionMode):
         return self._mark_results(node, result, tensors, overwritten)
 
     def _run_untracked(self, func: Function, args: Args, kwargs: Kwargs) -> object:
-        """Run a function that reads no tensor of the graph, and mark its results accordingly."""
+        """Run a function that reads no tensor of the graph, and note that its results have no node.
+
+        The network's own tensors stay unmarked.
+        """
         result = func(*args, **kwargs)
         for _, tensor in named_tensors(result):
             if id(tensor) not in self.named:
@@ -264,12 +273,13 @@ class Recorder(TorchFunctionMode):
             tensors: The tensors among the operation's arguments.
             overwritten: The tensors among `tensors` to which the operation wrote.
         """
-        # A conversion may put a layer that copies its input where this module stands. Then a reader
-        # of the overwritten tensor would see the old value, so the tensor is marked.
         is_leaf = node.op == "call_module"
         for tensor in overwritten:
             self._writes[memory(tensor)] = node
             self._set_mark(tensor, node)
+            # `written` says that a module overwrote this tensor. A conversion may replace the
+            # module by a layer that copies its input. Then a later reader of the tensor would see
+            # the old value.
             mark = self._mark_of(tensor)
             if is_leaf and mark is not None:
                 mark.written = True
@@ -284,6 +294,7 @@ class Recorder(TorchFunctionMode):
             self._set_mark(result, node)
             return result
 
+        # In a collection, each new tensor is marked with the keys that lead to it.
         for keys, tensor in spelling.places(result):
             if not any(tensor is argument for argument in tensors):
                 self._set_mark(tensor, node, keys)
@@ -349,7 +360,7 @@ class Recorder(TorchFunctionMode):
         # written to its memory.
         mark = self._mark_of(tensor)
         if mark is None or mark.node is None:
-            node = self._constant(tensor, stranger=mark is None)
+            node = self._constant(tensor, of_unknown_origin=mark is None)
             if mark is not None and self._is_rewritten(tensor, mark):
                 node = self._add_after(node, self._writes[memory(tensor)], tensor)
                 self._remember(tensor, node)
@@ -386,16 +397,17 @@ class Recorder(TorchFunctionMode):
         self._known[id(tensor)] = (tensor, node, version(tensor))
         return node
 
-    def _constant(self, tensor: Tensor, *, stranger: bool) -> fx.Node:
+    def _constant(self, tensor: Tensor, *, of_unknown_origin: bool) -> fx.Node:
         """Add a tensor as a constant of the graph, and return its node.
 
         Args:
             tensor: The tensor.
-            stranger: Whether the tensor is of unknown origin: no operation of this run made it.
+            of_unknown_origin: Whether no operation of this run made the tensor. It may then depend
+                on the input unseen, so it is listed in `untracked`.
         """
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
-        if stranger:
+        if of_unknown_origin:
             self.untracked[name] = next(reversed(self.around), "")
         return self._remember(tensor, self._add("get_attr", name, (), {}, tensor))
 
@@ -427,13 +439,17 @@ class Recorder(TorchFunctionMode):
             args: The positional arguments.
             kwargs: The keyword arguments.
         """
+        # A module that the network does not own has no path. Without parameters and buffers, its
+        # operations are recorded like those of any function.
         path = self.paths.get(id(module))
-        if path is None and not self.resting and (module._parameters or module._buffers):
+        if path is None and not self.is_paused and (module._parameters or module._buffers):
             remedy = "Keep it in an nn.ModuleList or nn.ModuleDict, or as an attribute"
             raise TraceError(
                 f"forward calls a {type(module).__name__} that no state_dict has", remedy=remedy
             )
-        if self.resting or not path:
+
+        # The network itself, whose path is "", is no node either.
+        if self.is_paused or not path:
             return original(module, *args, **kwargs)
 
         # If a module fails, `failed` keeps the path of the innermost one.
@@ -466,6 +482,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(module, _CONTAINERS):
             return False
 
+        # torch's own modules, such as nn.MultiheadAttention, are leaves even with children.
         is_childless = not module._modules or id(module) in self.convolutions
         return is_childless or type(module).__module__.startswith("torch.nn")
 
@@ -496,7 +513,7 @@ class Recorder(TorchFunctionMode):
             raise TraceError(f"{path} is called by keyword", remedy=remedy)
 
         # Nothing is recorded while the leaf runs, as the leaf is one node.
-        self.resting = True
+        self.is_paused = True
         try:
             tensors = [tensor for _, tensor in named_tensors((args, kwargs))]
             positional = self._with_nodes(args)
@@ -510,13 +527,15 @@ class Recorder(TorchFunctionMode):
             result = original(module, *args, **kwargs)
             module._forward_hooks = hooks
 
+            # Questions for a size are not seen in a leaf. A result that is no single tensor may
+            # hold the answer to one.
             overwritten = _written_since(tensors, versions)
             self.size_dependent = self.size_dependent or not isinstance(result, Tensor)
             node = self._add("call_module", path, positional, named, result)
             self.outputs.setdefault(node, []).append(path)
             result = self._mark_results(node, result, tensors, overwritten)
         finally:
-            self.resting = False
+            self.is_paused = False
         return self._after_hooks(module, hooks, args, kwargs, result)
 
     def _after_hooks(
@@ -587,10 +606,12 @@ def _widened(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     if torch.float64 not in dtypes or dtypes.isdisjoint(_NARROW):
         return args, kwargs
 
-    written = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    kept = args[:1] if written else ()
+    # A function writes into its first argument if it is `x[i] = y`, or has a name such as `add_`.
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = args[:1] if writes else ()
+    read = args[len(written) :]
     return (
-        (*kept, *(_double(value) for value in args[len(kept) :])),
+        (*written, *(_double(value) for value in read)),
         {key: _double(value) for key, value in kwargs.items()},
     )
 

@@ -58,8 +58,11 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
 
     main, first, other_examples = _record_first(model, inputs)
     main.form = first.hollow
+    # A tensor of unknown origin is taken for a constant, which another input must confirm.
     if main.untracked:
         _check_constants(model, main, first)
+
+    # Records of other paths are added to the first one.
     _follow_heads(model, main, first)
     _follow_batches(model, main, inputs)
     main.remarks += _uncalled_norms(model, main, first)
@@ -123,8 +126,8 @@ def _record_first(
     if inputs is not None:
         return _record_given(model, inputs)
 
-    # A small example is enough where the path does not depend on the size. If there is no smaller
-    # size, or the network does not run at the first of them, the sizes below are tried.
+    # A small example is cheap, and enough if forward asks for no size. If there is no smaller size,
+    # or the network does not run at it, or asks for a size, the usual sizes are tried below.
     sizes = network_input.candidates(model)
     for small_size in network_input.small(sizes[0])[:1]:
         with suppress(TraceError):
@@ -144,6 +147,7 @@ def _record_first(
             first_error = first_error or error
             continue
 
+        # A row of tokens has no size, (), and no example of another size.
         if not size:
             return traced, example, []
         # A network on features (C,) may also take them with further dimensions in front, such as
@@ -181,6 +185,8 @@ def _record_given(
         example = batches[0]
         traced = record_once(model, example)
 
+    # For the second record, a batch of another size is the best example, which the user has shown
+    # to be right. Then come two samples, resized, and at last two samples as they are.
     pair = batches[0].first(2)
     other_sizes: list[Example] = []
     for batch in batches:
@@ -193,7 +199,11 @@ def _record_given(
 def _follow_other_size(
     model: nn.Module, main: Traced, first: Example, other_examples: list[Example]
 ) -> None:
-    """Record the first of `other_examples` that runs, and add the record to `main`."""
+    """Record the first of `other_examples` that runs, and add the record to `main`.
+
+    The record becomes one of `main.others` if its graph is the same, or an alternative if it took
+    another path. `main.flexible` is set if the example had another size.
+    """
     main.flexible = False
     for other in other_examples:
         try:
@@ -248,9 +258,11 @@ def _follow_batches(model: nn.Module, main: Traced, inputs: calling.Inputs) -> N
     if inputs is None:
         return
 
+    # The first batch is recorded in `main`.
     batches = calling.batches(inputs)
     seen_arguments = {batch.plain for batch in batches[:1]}
     for batch in batches[1:]:
+        # With arguments that were seen before, only the values of tensors could lead another way.
         if batch.plain in seen_arguments and not main.branches:
             continue
         seen_arguments.add(batch.plain)
@@ -302,7 +314,7 @@ def _resized(example: Example) -> Iterator[Example]:
 def _at_other_size(x: Tensor, size: tuple[int, int]) -> Tensor:
     """Return maps (..., H, W) or a series (N, C, L) at another size, and other tensors as they are.
 
-    Small maps are not brought to `size` but enlarged a little.
+    Maps become `size`. Maps smaller than 128 x 160 are enlarged by 32 x 64 instead.
     """
     if x.ndim < 3 or not x.is_floating_point():
         return x
@@ -329,6 +341,7 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
     for name, path in first.untracked.items():
         before = first.constants[name]
         after = second.constants.get(name)
+        # vmap wraps its tensors, whose values cannot be compared.
         if torch._C._functorch.is_functorch_wrapped_tensor(before):
             raise TraceError(
                 f"the forward of {path or type(model).__name__} calls torch.func (vmap)",
@@ -352,6 +365,7 @@ def _is_same_graph(first: Traced, second: Traced) -> bool:
         same_call = one.op == other.op and one.target == other.target
         if not same_call or one.meta["inside"] != other.meta["inside"]:
             return False
+        # Both must read the values of the same nodes, which are told by their positions.
         positions = [first.index(source) for source in inputs(one)]
         if positions != [second.index(source) for source in inputs(other)]:
             return False
@@ -359,9 +373,10 @@ def _is_same_graph(first: Traced, second: Traced) -> bool:
 
 
 def _outline(traced: Traced) -> object:
-    """Return the path that a record took, as a value that can be compared with another record's.
+    """Return the path that forward took in a record, to be compared with that of another record.
 
-    The value has the calls of modules in order, and the edges of the graph as a set.
+    Returns:
+        The calls of modules in order, and the edges of the graph as a set.
     """
 
     def label(node: fx.Node) -> object:
@@ -486,7 +501,10 @@ def _copy_to_record(model: nn.Module, *, heads: bool) -> nn.Module:
 
 @contextmanager
 def _as_its_user_runs_it(model: nn.Module) -> Iterator[None]:
-    """In a `with` block, a copy of the network runs as it does for its user, and changes nothing.
+    """In a `with` block, a copy of the network runs as for its user, and changes nothing.
+
+    It runs in eval mode, uncompiled and with the user's default dtype. What the forward writes into
+    the network is undone afterwards.
 
     Args:
         model: The network.

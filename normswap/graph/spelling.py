@@ -74,7 +74,7 @@ _OPERATORS |= {
     "mul_": operator.imul,
     "div_": operator.itruediv,
 }
-# Records that refer to one another in a circle are followed so deep.
+# Objects may refer to one another in a circle, so their attributes are followed only to this depth.
 _DEEPEST = 8
 
 _SWAPPED = {f"r{name}": _OPERATORS[name] for name in ("add", "sub", "mul", "div", "truediv")}
@@ -131,8 +131,9 @@ def places(
     """Yield (keys, tensor) for every tensor in a value, with the keys that lead to it.
 
     Args:
-        value: A tensor, a collection or a record. Collections may be nested as they like; a record
-            is followed where fewer than eight keys lead to it.
+        value: A tensor, a collection, or an object with tensors among its attributes
+            (`calling.is_record`). Collections may be nested to any depth. The attributes of an
+            object are followed if fewer than eight keys lead to the object.
         keys: The keys that lead to `value` itself.
     """
     if isinstance(value, Tensor):

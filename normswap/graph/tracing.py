@@ -169,7 +169,11 @@ class Traced:
         return max(calls_by_record.values(), default=0)
 
     def site(self, path: str) -> Site:
-        """Return what the module at a path is, and how forward reaches it."""
+        """Return the site of a module: a record of what it is, and how forward reaches it.
+
+        Args:
+            path: A path of the module.
+        """
         module = self.modules[path]
         # Further records change how often a module is called, and the sizes that it reads.
         key = (id(module), len(self.others), len(self.alternatives))
@@ -197,19 +201,26 @@ class Traced:
         return [self.site(path) for path in paths.values()]
 
     def _new_site(self, module: nn.Module, path: str) -> Site:
-        """Return a new record of what a module is, and how forward reaches it."""
+        """Return a new record of what a module is, and how forward reaches it.
+
+        Args:
+            module: The module.
+            path: A path of the module. It is used if forward does not call the module.
+        """
+        # A module with several paths is named by the one that forward calls first.
         calls = self.calls.get(id(module), [])
         if calls:
             path = str(calls[0].target)
 
-        # The records of other sizes have the same modules.
-        reading_calls = list(calls)
+        # Collect the shapes of its inputs. The records of other sizes have the same modules.
+        all_calls = list(calls)
         for record in self.others:
-            reading_calls += record.calls.get(id(module), [])
+            all_calls += record.calls.get(id(module), [])
         shapes: list[torch.Size] = []
-        for call in reading_calls:
-            read = [source.meta["shape"] for source in inputs(call)[:1]]
-            shapes += [shape for shape in read if isinstance(shape, torch.Size)]
+        for call in all_calls:
+            # The shape of the first input. A collection of tensors has no shape.
+            read_shapes = [source.meta["shape"] for source in inputs(call)[:1]]
+            shapes += [shape for shape in read_shapes if isinstance(shape, torch.Size)]
 
         outer = next((outer for outer in self.opaque if path.startswith(f"{outer}.")), None)
         hidden: str | None = None
@@ -253,6 +264,7 @@ class Traced:
         It is the only input, or x if `node` is a gate x g(x).
         """
         sources = inputs(node)
+        # In a gate, g(x) is computed from x, and not the other way round.
         if len(sources) == 2 and is_mul(node):
             first, second = sources
             if self.depends(second, first):
@@ -263,7 +275,7 @@ class Traced:
         return single(sources)
 
     def upwards(self, node: fx.Node | None) -> Iterator[fx.Node]:
-        """Yield the node, its `main_input`, the main input of that one, and so on."""
+        """Yield the node and its ancestors along the signal: its `main_input`, then that one's."""
         while node is not None:
             yield node
             node = self.main_input(node)
