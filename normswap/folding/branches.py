@@ -63,9 +63,9 @@ class _Term:
 
 
 def find(builder: PlanBuilder) -> list[Branches]:
-    """Return the branches of every sum of which one convolution can compute several terms.
+    """Return groups of branches that are summed and that one convolution can compute together.
 
-    A norm counts as the scale and shift that it becomes.
+    One sum may have several groups. A norm counts as the scale and shift that it becomes.
     """
     # The nodes go backwards, so that a sum of sums is found before the sums in it.
     inner_sums: set[fx.Node] = set()
@@ -89,7 +89,9 @@ def find(builder: PlanBuilder) -> list[Branches]:
 
 def _is_sum(node: fx.Node) -> bool:
     """Whether `node` adds two tensors, and does nothing more."""
-    return is_add(node) and all(arg in inputs(node) for arg in node.args[:2]) and not node.kwargs
+    # torch.add multiplies the second tensor by its keyword argument `alpha`.
+    adds_tensors = is_add(node) and all(arg in inputs(node) for arg in node.args[:2])
+    return adds_tensors and not node.kwargs
 
 
 def _adds_nothing(node: fx.Node) -> bool:
@@ -115,8 +117,9 @@ def _terms(
         # Go up through identities, which may be barriers, to the module or sum that makes the term.
         term_barrier = barrier
         while _passes(builder, end) and len(builder.traced.users[end]) == 1:
+            # A removed branch gives the number 0. An Identity, a Vacant or a function passes it on.
+            # Any other module, such as a DropPath, fails on it in training.
             if not isinstance(builder.traced.module(end), nn.Identity | Vacant | None):
-                # In training, a DropPath fails on the number 0 of a removed branch.
                 term_barrier = end
             (end,) = inputs(end)
 
@@ -196,7 +199,7 @@ def _may_join(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def _is_scale(site: Site | None) -> bool:
-    """Whether a module is s x + t per channel, or becomes that by folding, and nothing more."""
+    """Whether a module is s x + t per channel, as a BatchNorm in eval mode, without activation."""
     if site is None or not site.is_affine or site.activation is not None:
         return False
     if site.refusal is not None:
@@ -219,9 +222,10 @@ def _merged(builder: PlanBuilder, terms: list[_Term]) -> Branches | None:
     barriers = [
         term.barrier for term in terms if term.barrier is not None and term.path is not None
     ]
-    terms = [term for term in terms if term.barrier in (None, *barriers[:1])]
+    first_barrier = barriers[0] if barriers else None
+    terms = [term for term in terms if term.barrier in (None, first_barrier)]
     convs = [term for term in terms if term.path is not None and _is_plain(modules[term.path])]
-    candidates = [term for term in convs if not barriers or term.barrier is barriers[0]]
+    candidates = [term for term in convs if first_barrier is None or term.barrier is first_barrier]
     if not candidates:
         return None
 
@@ -230,6 +234,7 @@ def _merged(builder: PlanBuilder, terms: list[_Term]) -> Branches | None:
         sides = tap_offsets(cast(_ConvNd, modules[str(term.path)]))
         return math.prod(len(side) for side in sides)
 
+    # The convolution with the largest kernel stays, since it has room for the other kernels.
     main = max(candidates, key=taps)
     conv = cast(_ConvNd, modules[str(main.path)])
     others = [term.path for term in terms if term.path is not None and term is not main]
@@ -237,6 +242,7 @@ def _merged(builder: PlanBuilder, terms: list[_Term]) -> Branches | None:
     if not absorbed:
         return None
 
+    # A term without a path is the branches' input itself.
     skips = sum(term.path is None and _fits(conv, None) for term in terms)
     return Branches(str(main.path), absorbed, skips)
 
@@ -277,7 +283,7 @@ def _fits(main: _ConvNd, other: nn.Module | None) -> bool:
 
 
 def _holds(main_side: range, side: range) -> bool:
-    """Whether, in one dimension, a kernel reads position 0 and all that another kernel reads.
+    """Whether, in one dimension, a kernel has the centre and all positions of another kernel.
 
     Args:
         main_side: The positions that the larger kernel reads in one dimension (`tap_offsets`).
@@ -288,7 +294,10 @@ def _holds(main_side: range, side: range) -> bool:
 
 
 def _scale_after(builder: PlanBuilder, node: fx.Node) -> str | None:
-    """Return the path of an own layer that scales and shifts the whole sum, or None."""
+    """Return the path of a layer that scales and shifts the whole sum, or None if there is none.
+
+    Only a layer of normswap's own counts, such as a `ChannelAffine`.
+    """
     while len(builder.traced.users[node]) == 1:
         (node,) = builder.traced.users[node]
         site = builder.traced.site_at(node)

@@ -33,11 +33,13 @@ from normswap.sites.activations import is_homogeneous
 from normswap.sites.site import Site
 
 # A range of the norm's channels (from, up to). None means all channels.
-Part = tuple[int, int] | None
+ChannelRange = tuple[int, int] | None
 
 
 def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
-    """Plan the folding of every affine module that takes part in the conversion.
+    """Return a plan that folds modules y = s x + t (per channel) into the layers beside them.
+
+    These are the BatchNorms, and the scales and shifts that earlier conversions left.
 
     Args:
         anatomy: The network.
@@ -48,12 +50,17 @@ def fold_norms(anatomy: Anatomy, *, leave: Collection[str] = ()) -> PlanBuilder:
         have no running statistics or are of an unknown class, or because something around them
         cannot be looked into.
     """
+    # Weights that each forward computes anew become plain ones. The factors of timm's
+    # normalizer-free blocks move into the convolutions.
     builder = PlanBuilder(anatomy)
     _bake(builder)
     norm_free.free(builder)
+
     for site in anatomy.maps:
         if site.path not in leave and anatomy.takes_part(site.path):
             _fold_module(builder, site)
+
+    # A BatchNorm that forward never calls has nothing to fold into. It is only reported.
     for norm in anatomy.norms:
         if norm.is_batchnorm and not norm.called and anatomy.takes_part(norm.path):
             if norm.site.refusal_of_reach is not None:
@@ -84,6 +91,8 @@ def _bake(builder: PlanBuilder) -> None:
         except NotFoldable as why:
             builder.notes.append(f"{path} stays a {type(linear).__name__}: {why}")
         else:
+            # A scalar that the layer adds to its input cannot become part of a plain layer if zeros
+            # are padded, since these do not get the scalar.
             builder.linear(path).bake = not reparametrized.keeps_input_bias(linear)
 
 
@@ -171,6 +180,8 @@ def _move_scale(builder: PlanBuilder, site: Site) -> None:
     for conv_path in conv_paths:
         builder.linear(conv_path).add(site.path, AbsorbMode.BEFORE_MAGNITUDE)
 
+    # The shift that stays multiplies by the signs of s, unless all of them are 1. A channel whose s
+    # is too small for the network's dtype has sign 0.
     dtype = next(nn.Module.parameters(builder.traced.modules[conv_paths[0]])).dtype
     is_signed = bool((site.signs(dtype) != 1).any())
     builder.replace(site.path, "ChannelBias", signed=is_signed)
@@ -194,8 +205,8 @@ def _fold_scalar(builder: PlanBuilder, site: Site) -> None:
     builder.settle(site.path, plan_builder.folded_back(*linear_paths))
 
 
-def producers(builder: PlanBuilder, norm: Site) -> dict[str, Part]:
-    """Return the linear layers whose outputs this norm alone reads.
+def producers(builder: PlanBuilder, norm: Site) -> dict[str, ChannelRange]:
+    """Return the linear layers that make a norm's input, if nothing else reads their outputs.
 
     Between the layers and the norm there may be identities, steps that treat all channels alike
     (reshapes, average pooling; `channel_axes` follows the channels), or a concatenation of
@@ -213,19 +224,19 @@ def producers(builder: PlanBuilder, norm: Site) -> dict[str, Part]:
         NotFoldable: There is no such layer, or something else reads the output of one.
     """
     # A concatenation may join one node twice. The node would then make two ranges of channels.
-    parts: dict[fx.Node, Part] = {}
+    range_of_node: dict[fx.Node, ChannelRange] = {}
     for call in builder.traced.calls[id(norm.module)]:
         for node, channels in _producing_nodes(builder, norm, call):
-            if parts.setdefault(node, channels) != channels:
+            if range_of_node.setdefault(node, channels) != channels:
                 raise NotFoldable(f"{node.target} is several parts of its input")
 
     # A layer that is called several times must make the same channels each time.
-    by_layer: dict[int, tuple[str, Part]] = {}
-    for node, channels in parts.items():
+    by_layer: dict[int, tuple[str, ChannelRange]] = {}
+    for node, channels in range_of_node.items():
         linear = builder.traced.module(node)
         assert linear is not None
         propagation.check_linear(builder, str(node.target), linear)
-        if any(call not in parts for call in builder.traced.calls[id(linear)]):
+        if any(call not in range_of_node for call in builder.traced.calls[id(linear)]):
             raise NotFoldable(f"{node.target} is called elsewhere too, without this norm")
         _, first_channels = by_layer.setdefault(id(linear), (str(node.target), channels))
         if first_channels != channels:
@@ -235,15 +246,18 @@ def producers(builder: PlanBuilder, norm: Site) -> dict[str, Part]:
 
 def _producing_nodes(
     builder: PlanBuilder, norm: Site, call: fx.Node
-) -> Iterator[tuple[fx.Node, Part]]:
-    """Yield the calls of linear layers that make the input of one call of a norm.
+) -> Iterator[tuple[fx.Node, ChannelRange]]:
+    """Yield the nodes that call the linear layers which make the input of one call of a norm.
 
-    Each call is yielded with the range of the norm's channels that it makes.
+    Each node is yielded with the range of the norm's channels that it makes.
 
     Args:
         builder: The plan in the making.
         norm: The norm.
         call: The node of the norm's call.
+
+    Raises:
+        NotFoldable: Anything but linear layers makes the input, or something else reads it.
     """
     traced = builder.traced
     channels = norm.channels
@@ -251,7 +265,7 @@ def _producing_nodes(
     (value,) = above
 
     # Go up from the norm to a linear layer or a concatenation. `stepped` says that a reshape,
-    # a pooling or the like was passed.
+    # a pooling or the like was passed. For a norm of a single channel, only identities are passed.
     stepped = False
     while True:
         if len(above) != 1:
@@ -260,7 +274,7 @@ def _producing_nodes(
         if isinstance(traced.module(node), LINEAR):
             break
         if channels > 1 and node.target is torch.cat and not stepped:
-            yield from _parts(builder, node, channels)
+            yield from _concatenated(builder, node, channels)
             return
 
         is_step = channels > 1 and channel_axes.is_step(traced, node) and len(inputs(node)) == 1
@@ -294,11 +308,25 @@ def _check_axis(builder: PlanBuilder, value: fx.Node, node: fx.Node) -> None:
         raise NotFoldable(f"zeros are padded after {node.target}")
 
 
-def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[fx.Node, Part]]:
-    """Yield the convolutions whose maps `cat` concatenates, each with its range of the channels."""
+def _concatenated(
+    builder: PlanBuilder, cat: fx.Node, channels: int
+) -> Iterator[tuple[fx.Node, ChannelRange]]:
+    """Yield the convolutions whose maps `cat` concatenates, each with its range of the channels.
+
+    Args:
+        builder: The plan in the making.
+        cat: A node that calls `torch.cat`.
+        channels: The number of all channels.
+
+    Raises:
+        NotFoldable: `cat` joins anything but convolutions along the channels, joins one twice, or
+            something else reads a convolution.
+    """
     joined = listed(cat)
     _check_only_user(builder, cat)
-    if argument(cat, 1, "dim", default=0) != 1 or len(joined) != len(inputs(cat)):
+    joins_channels = argument(cat, 1, "dim", default=0) == 1
+    joins_one_twice = len(joined) != len(inputs(cat))
+    if not joins_channels or joins_one_twice:
         raise NotFoldable("it follows cat, not a convolution")
 
     start = 0
@@ -309,6 +337,7 @@ def _parts(builder: PlanBuilder, cat: fx.Node, channels: int) -> Iterator[tuple[
                 f"it follows cat, of {propagation.name(node)} among others, not of convolutions"
             )
         _check_only_user(builder, node)
+        # The weight's first dimension counts filters, unless the convolution is transposed.
         outputs = conv.out_channels if conv.transposed else len(conv.weight)
         yield node, (start, start + outputs)
         start += outputs

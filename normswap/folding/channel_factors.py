@@ -40,7 +40,7 @@ FIXED = 0
 
 @dataclass(frozen=True)
 class Reach:
-    """A layer whose parameters depend on the factors.
+    """A layer whose parameters change when the channels around it are multiplied by factors.
 
     Args:
         path: The path of the layer.
@@ -95,11 +95,11 @@ class Channels:
                 self.layers.append(reach)
 
     def _visit(self, node: fx.Node) -> list[int] | None:
-        """Note the channels of the node's value, which are numbers that are unique in the network.
+        """Note which channels the node's value has, each as a number that is unique in the network.
 
         Returns:
-            The channels that the node reads, if its layer has weights or biases that depend on the
-            factors of these channels, else None.
+            The channels that the node reads, if it calls a layer whose weights or biases depend on
+            their factors. None for any other node.
         """
         sources = inputs(node)
         channels_read = [self._channels_of.get(source) for source in sources]
@@ -178,9 +178,10 @@ class Channels:
         # A sum: channels at the same position must share a factor.
         shape = node.meta["shape"]
         if is_add(node) and all(read) and all(source.meta["shape"] == shape for source in sources):
+            # Neither list is None here, since all of them are known.
             first, second = (channels or [] for channels in read)
-            for one, other in zip(first, second, strict=True):
-                self._join(one, other)
+            for first_channel, second_channel in zip(first, second, strict=True):
+                self._join(first_channel, second_channel)
             return first
         if is_mul(node):
             # A gate x g(x) passes the factors of x on, so g(x) must keep the factor 1.
@@ -210,8 +211,9 @@ class Channels:
         # The bias of a shift can take up one set of factors only, so the layer may be called once.
         module = self.traced.module(node)
         if module is not None and _shifts(module):
-            is_free = self.builder.anatomy.takes_part(str(node.target))
-            return channels if is_free and self.traced.called(module) <= 1 else None
+            may_change = self.builder.anatomy.takes_part(str(node.target))
+            is_called_once = self.traced.called(module) <= 1
+            return channels if may_change and is_called_once else None
         if self._is_homogeneous(node, module):
             return channels
         if node.target in _FLAT or keeps_forward(module, (nn.Flatten,)):
@@ -249,18 +251,20 @@ class Channels:
             return False
         return True
 
-    def _fix(self, several: Sequence[list[int] | None]) -> None:
+    def _fix(self, channels_of_values: Sequence[list[int] | None]) -> None:
         """Give all these channels the factor 1.
 
         Args:
-            several: The channels of several values. None stands for a value that has none.
+            channels_of_values: The channels of each of several values. None stands for a value
+                whose channels are not known.
         """
-        for channels in several:
+        for channels in channels_of_values:
             for channel in channels or ():
                 self._join(channel, FIXED)
 
     def _join(self, channel: int, other: int) -> None:
-        """Make the groups of two channels one."""
+        """Let two channels, and with them all channels of their groups, share one factor."""
+        # The smaller root stays, so that `FIXED`, the smallest number, is the root of its group.
         root = self._root(channel)
         other_root = self._root(other)
         self._parents[max(root, other_root)] = min(root, other_root)
@@ -302,8 +306,9 @@ def _shifts(module: nn.Module | None) -> bool:
 
 @torch.no_grad()
 def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
-    """Multiply each channel, in place, by its group's factor f. The network's function stays.
+    """Multiply each channel of a network by its group's factor f, and keep the network's function.
 
+    Weights and biases are changed in place:
     W'[o, i] = f[o] W[o, i] / f[i], b'[o] = f[o] b[o].
 
     Args:

@@ -36,7 +36,10 @@ def foldable_norms(anatomy: Anatomy) -> dict[str, Site]:
 
 
 def move(builder: PlanBuilder) -> None:
-    """Move gamma and beta of every norm to the linear layers after it, where that is exact."""
+    """Plan that the linear layers after a LayerNorm or RMSNorm absorb its gamma and beta.
+
+    Where that would not be exact, the norm keeps them, and its outcome says why.
+    """
     # A norm without parameters has nothing to move.
     norms: dict[str, Site] = {}
     for path, norm in foldable_norms(builder.anatomy).items():
@@ -120,7 +123,11 @@ def _check_channels(linear: Linearity, path: str, axis: Axis | None) -> None:
 
 
 def move_layer_scales(builder: PlanBuilder) -> None:
-    """Move the gamma of every LayerScale to the linear layer before it, where that is exact."""
+    """Plan that the linear layer before a LayerScale absorbs its gamma.
+
+    Where that would not be exact, the LayerScale stays, and a note says why.
+    """
+    # The first call of each module stands for the module.
     for call, *_ in builder.traced.calls.values():
         site = builder.traced.site_at(call)
         path = str(call.target)
@@ -204,9 +211,10 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str,
 
 
 def has_other_modules(builder: PlanBuilder, parameter: str) -> bool:
-    """Whether a parameter has another reader than the forward of the block that owns it.
+    """Whether anything but the forward of the block that owns a parameter may read the parameter.
 
-    A parameter has one if two modules share it, or if its owner is a leaf that is called.
+    This is so if two modules share it, or if its owner is a layer that the recorded graph calls as
+    one node.
     """
     traced = builder.traced
     owner = traced.modules[parameter.rpartition(".")[0]]

@@ -61,7 +61,7 @@ def ends_in_own_factor(anatomy: Anatomy, block: Block) -> bool:
 def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
     """Turn a NotFoldable inside a `with` block into a note that `path` keeps its factor.
 
-    The builder's changes inside the block are undone.
+    What the block changed in the plan is undone then.
     """
     try:
         with attempt(builder):
@@ -114,6 +114,9 @@ def _fold_skipinit_gain(builder: PlanBuilder, path: str, gain: float, nodes: lis
         path: The path of the block.
         gain: The value of the gain.
         nodes: The nodes of the block's own forward.
+
+    Raises:
+        NotFoldable: The graph has no such product, or the gain cannot pass a step.
     """
     product = next((node for node in nodes if _is_in_place(node)), None)
     if product is None:
@@ -135,8 +138,10 @@ def _move_forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str)
         path: The path of the number, which becomes 1.
 
     Raises:
-        NotFoldable: The classifier reads the product, or a factor cannot pass a step.
+        NotFoldable: The classifier reads the product, whose features would change, or the factor
+            cannot pass a step.
     """
+    # To divide an input by 1 / factor is to multiply it by the factor.
     for reader in scalar_readers(builder, node, set()):
         if reader == builder.anatomy.classifier:
             raise NotFoldable("the features of the network would change")

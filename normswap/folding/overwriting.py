@@ -53,10 +53,13 @@ def overwritten(builder: PlanBuilder, call: fx.Node) -> fx.Node | None:
 
 
 def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
-    """Return the layers that must stay because of an alias: the path of each, with the reason.
+    """Return the layers that must not be replaced, because they return their input's memory.
 
-    A layer that must stay returns its input's memory. That memory is written to under one name and
-    read under another. A replacement that copies its input would change the value that is read.
+    That memory is written to under one name and read under another. The plan would replace the
+    layer by one that returns new memory. Then the reader would no longer see what was written.
+
+    Returns:
+        The path of each layer, with the reason.
     """
     traced = builder.traced
     conflicts = {}
@@ -110,7 +113,7 @@ def shares(traced: Traced, node: fx.Node) -> bool:
 
 
 def _copies(builder: PlanBuilder, path: str) -> bool:
-    """Whether the plan puts a layer at `path` that returns new memory."""
+    """Whether the plan puts a layer at `path` that returns new memory, not that of its input."""
     return path in builder.scalars or (path in builder.replacements and not builder.removes(path))
 
 

@@ -80,7 +80,7 @@ class LinearBuilder:
     extra: Body = field(default_factory=dict)
 
     def add(self, path: str, way: AbsorbMode, channels: tuple[int, int] | None = None) -> None:
-        """Let the layer absorb a layer beside it, such as a norm.
+        """Plan that the linear layer absorbs a layer beside it, such as a norm.
 
         Args:
             path: The path of the layer that is absorbed.
@@ -141,11 +141,11 @@ class PlanBuilder:
         return self.linears.setdefault(path, LinearBuilder())
 
     def replace(self, path: str, layer: str, **args: object) -> None:
-        """Place `layer`, built with these arguments, at `path`."""
+        """Plan that the class `layer` builds what will stand at `path`, with these arguments."""
         self.replacements[path] = Edit(path, layer, args)
 
     def remove(self, path: str) -> None:
-        """Remove the module at `path`. An activation that the module applies stays."""
+        """Plan that the module at `path` is removed. An activation that it applies stays."""
         self.replace(path, Vacant.__name__)
 
     def removes(self, path: str) -> bool:
@@ -169,7 +169,7 @@ class PlanBuilder:
 
     @cached_property
     def axes(self) -> Axes:
-        """The channel axis of each value."""
+        """For each value whose channels could be followed: in which of its dimensions they are."""
         return channel_axes.find_axes(self.traced, self.is_identity)
 
     def edits(self) -> tuple[Edit, ...]:

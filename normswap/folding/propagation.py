@@ -2,7 +2,7 @@
 
 The layers that compute a value multiply it by a positive factor c, and the layers that read it
 divide by c. The function stays the same: c f(x) = f'(x) with c in the last weights of f, and
-g(y) = g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to both its arms, and a
+g(y) = g'(c y) with 1 / c in the first weights of g. A sum passes a scalar to both its terms, and a
 gate x g(x) passes a scalar to x alone.
 """
 
@@ -64,7 +64,9 @@ class NotFoldable(Exception):  # noqa: N818 - a reason, no error
 def consumers(
     builder: PlanBuilder, module: nn.Module, propagates: Callable[[fx.Node], bool]
 ) -> list[str]:
-    """Return the paths of the convolutions that read the output of `module`.
+    """Return the paths of the convolutions that read the output of `module`, each once.
+
+    The affine map of `module`, or its scale, is to move into these convolutions.
 
     Args:
         builder: The plan in the making.
@@ -137,11 +139,11 @@ def absorbing(builder: PlanBuilder, nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _reading_linear(builder: PlanBuilder, node: fx.Node, *, once: bool = False) -> nn.Module:
-    """Return the linear layer that `node` calls.
+    """Return the linear layer that `node` calls, if the layer can absorb a scale of its input.
 
     Args:
         builder: The plan in the making.
-        node: The node.
+        node: A node that reads the scaled value.
         once: Whether the layer must be called only once.
 
     Raises:
@@ -174,12 +176,13 @@ def propagates_scale(builder: PlanBuilder, node: fx.Node) -> bool:
 def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> list[str]:
     """Return the paths of the linear layers that read the value of a node.
 
-    Between the node and the layers there may be steps that commute with a positive scalar.
+    Between the node and the layers there may be steps that commute with a positive scalar. The
+    layers can undo a positive scalar that the value is multiplied by.
 
     Args:
         builder: The plan in the making.
         start: The node whose value is read.
-        main: Readers of `start` that are left out.
+        main: Readers of `start` that are to see the multiplied value. They are left out.
 
     Raises:
         NotFoldable: Anything else reads the value, or a layer cannot absorb a scale of its input.
@@ -199,6 +202,7 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
         if propagates(user):
             reached = readers(builder, user, propagates)
         for _, reader in reached:
+            # A node of `main` is to see the multiplied value, so it cannot undo it as well.
             if reader in main:
                 raise NotFoldable(f"{name(reader)} reads it")
             _reading_linear(builder, reader, once=True)
@@ -239,7 +243,10 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
 
 
 def _hooks_reason(linear: nn.Module) -> str:
-    """Return why a linear layer with forward hooks stays."""
+    """Return why a linear layer with forward hooks cannot be changed.
+
+    The text continues a sentence that begins with the layer's path.
+    """
     if linear._forward_hooks:
         return "has forward hooks, which see its output"
     return "has forward pre-hooks, which may change its input or weight"
@@ -272,7 +279,9 @@ def name(node: fx.Node) -> str:
 def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[str, list[str]]:
     """Return the linear layer that can scale the value of `node`, and the layers that undo it.
 
-    A gate x g(x) passes a scale c of x on if the first linear layer of g divides its input by c.
+    The scale c goes into the last linear layer before `node`. Other layers that then read a scaled
+    value must divide their input by c. In a gate x g(x), for instance, x is scaled, and the first
+    linear layer of g divides by c.
 
     Args:
         builder: The plan in the making.
@@ -286,7 +295,8 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
     Raises:
         NotFoldable: A scale cannot pass a step between the linear layer and `node`.
     """
-    # Go up to a linear layer. Whatever else reads a value on the way must divide by c.
+    # Go up to a linear layer. Whatever else reads a value on the way must divide by c. `passed` has
+    # the nodes on the way, which see the scaled value.
     passed = {before}
     divided: list[str] = []
     while True:
@@ -307,10 +317,11 @@ def last_linear(builder: PlanBuilder, node: fx.Node, before: fx.Node) -> tuple[s
 
 
 def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> list[str]:
-    """Multiply the value of `node` by a factor. Readers that must not see the factor divide by it.
+    """Plan that the value of `node` is multiplied by a factor.
 
-    A negative factor can pass linear maps alone. A factor of 0 is possible if the network's output
-    depends on the value only through the readers in `by`.
+    Readers that must not see the factor divide by it. A negative factor can pass linear maps alone.
+    A factor of 0 is possible if the network's output depends on the value only through the readers
+    in `by`.
 
     Args:
         builder: The plan in the making.
@@ -336,11 +347,11 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
         builder.linear(path).gain *= factor
         return [path]
 
-    # A sum passes the factor to both its arms.
+    # A sum passes the factor to both its terms.
     if is_add(node):
         paths: list[str] = []
-        for arm in inputs(node):
-            paths += enlarge(builder, arm, factor, {node})
+        for term in inputs(node):
+            paths += enlarge(builder, term, factor, {node})
         return paths
 
     # Every other step passes the factor to its main input, if the step commutes with it.
@@ -348,51 +359,53 @@ def enlarge(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]
     is_scalar = is_constant_mul(node) or (scales_branch(module) and module.bias is None)
     if above is None or not (is_mul(node) or is_scalar or propagates_scale(builder, node)):
         raise NotFoldable(f"a scale cannot pass {obstacle(builder, node)}")
-    # Products with a number, and identities, are linear, so a negative factor passes them too.
-    if not (factor >= 0 or is_scalar or builder.is_identity(node)):
+    # A factor that is negative, or NaN, passes linear steps alone: products with a number, and
+    # identities.
+    is_linear_step = is_scalar or builder.is_identity(node)
+    if not (factor >= 0 or is_linear_step):
         raise NotFoldable(f"a factor of {factor:g} cannot pass {name(node)}")
     return enlarge(builder, above, factor, {node})
 
 
 def _compensate(builder: PlanBuilder, node: fx.Node, factor: float, by: set[fx.Node]) -> None:
-    """Let all readers of `node`, except the nodes in `by`, divide its value by `factor`.
+    """Plan that all readers of `node`, except the nodes in `by`, divide its value by `factor`.
 
     They cannot divide by 0. With a factor of 0 the network's output must not depend on them.
     """
-    others = scalar_readers(builder, node, set(by))
-    # The steps up to the other readers, such as a ReLU, commute with positive factors only. A
-    # factor of 0 destroys the value, which is no loss where the output does not depend on it.
+    reader_paths = scalar_readers(builder, node, set(by))
+    # The steps up to these readers, such as a ReLU, commute with positive factors only. A factor of
+    # 0 destroys the value, which is no loss where the output does not depend on it.
     is_negative_or_nan = not factor >= 0
-    is_lost = factor == 0 and any(_escapes(builder, path, by) for path in others)
+    is_lost = factor == 0 and any(_reaches_output(builder, path, by) for path in reader_paths)
     if is_negative_or_nan or is_lost:
         raise NotFoldable(
             f"a factor of {factor:g} cannot be given back to what else reads {name(node)}"
         )
     if factor != 0:
-        for path in others:
+        for path in reader_paths:
             shrink_input(builder, path, factor)
 
 
-def _escapes(builder: PlanBuilder, path: str, ends: set[fx.Node]) -> bool:
-    """Whether the network's output depends on a module through other nodes than `ends`.
+def _reaches_output(builder: PlanBuilder, path: str, barriers: set[fx.Node]) -> bool:
+    """Whether a module's output reaches the network's output without passing one of `barriers`.
 
     Args:
         builder: The plan in the making.
         path: The path of the module.
-        ends: The nodes at which the search stops.
+        barriers: The nodes at which the search stops.
     """
     # Follow the readers of the module's output until none is new.
     visited = set(builder.traced.calls[id(builder.traced.modules[path])])
     pending = list(visited)
     while pending:
-        users = {user for user in builder.traced.users[pending.pop()] if user not in ends}
+        users = {user for user in builder.traced.users[pending.pop()] if user not in barriers}
         pending += users - visited
         visited |= users
     return any(node.op == "output" for node in visited)
 
 
 def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
-    """Let the linear layer at `path` divide its input by `factor`.
+    """Plan that the linear layer at `path` divides its input by `factor`.
 
     Raises:
         NotFoldable: The layer has absorbed a shift of its input, which the factor would scale.
@@ -406,9 +419,10 @@ def shrink_input(builder: PlanBuilder, path: str, factor: float) -> None:
 
 @contextmanager
 def attempt(builder: PlanBuilder) -> Iterator[None]:
-    """Undo what a `with` block changed in the builder's layers and replacements if it fails.
+    """Undo what a `with` block changed in the plan if the block raises NotFoldable.
 
-    The NotFoldable with which the block fails is raised again.
+    The plan's changes of linear layers and its replacements are put back. The NotFoldable is raised
+    again.
     """
     linears = {
         path: replace(linear, reads=[*linear.reads]) for path, linear in builder.linears.items()

@@ -26,15 +26,15 @@ from normswap.plan import AbsorbMode
 
 @dataclass
 class Stream:
-    """Values that are sums and rearrangements of one another.
+    """A residual stream: values that are sums and rearrangements of one another.
 
     Args:
         values: The nodes of the values.
         linears: Paths of the linear layers that write to the stream.
         tensors: The dimension of the channels of each parameter that is added to the stream
             (position embeddings, class tokens), by the parameter's path.
-        scales: The LayerScale between a linear layer and the stream, by the layer's path: the path
-            of the LayerScale (a module or a parameter), and the nodes of its outputs.
+        scales: For a linear layer with a LayerScale between it and the stream, by the layer's path:
+            the path of the LayerScale (a module or a parameter), and the nodes of its outputs.
     """
 
     values: set[fx.Node] = field(default_factory=set)
@@ -96,7 +96,9 @@ def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
 
 
 def centre(builder: PlanBuilder, stream: Stream) -> None:
-    """Plan the changes of a stream's writers that make its mean over channels zero."""
+    """Plan that what writes to a stream leaves out its mean over the channels."""
+    # A linear layer first absorbs the LayerScale behind it. If that is a parameter, ones take its
+    # place.
     for linear, (scale, _) in stream.scales.items():
         builder.linear(linear).add(scale, AbsorbMode.AFTER)
         if scale in builder.traced.modules:

@@ -50,7 +50,7 @@ def is_identity(module: object) -> bool:
 
 
 def is_pool(module: object) -> bool:
-    """Whether a module takes means or maxima of its input, which a positive factor passes."""
+    """Whether a module is a mean or maximum pooling, f(c x) = c f(x) for every c > 0."""
     return keeps_forward(module, _POOLS)
 
 
@@ -61,5 +61,6 @@ def is_activation(module: nn.Module) -> bool:
 
 def is_activation_call(target: object) -> bool:
     """Whether a function, or a method given by its name, is an activation."""
+    # The functions that write in place have the same name with `_` at the end, such as `relu_`.
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.strip("_") in _FUNCTION_NAMES

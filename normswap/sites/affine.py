@@ -66,7 +66,7 @@ def has_moments(module: nn.Module) -> bool:
 
 
 def holds_statistics(module: nn.Module) -> bool:
-    """Whether an affine module is a norm, or a layer of normswap's with a norm's statistics.
+    """Whether an affine module is a norm, or a layer of this package that has a norm's statistics.
 
     Such a module may become a plain scale and shift.
     """
@@ -74,7 +74,7 @@ def holds_statistics(module: nn.Module) -> bool:
 
 
 def _own_affine(module: nn.Module) -> OwnLayer | None:
-    """Return the module itself if it is one of normswap's layers and is affine, or None."""
+    """Return the module if it is a layer of this package that is affine in eval mode, or None."""
     if isinstance(module, OwnLayer) and module.AFFINE:
         return module
     return None
@@ -121,7 +121,7 @@ def channels(module: nn.Module) -> int:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why s and t of a module cannot be read, or None if they can."""
+    """Return why a module cannot be read as y = s * x + t per channel, or None if it can."""
     class_name = type(module).__name__
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has forward hooks, which would be lost with it"
@@ -148,10 +148,10 @@ def refusal(module: nn.Module) -> str | None:
 
 
 def _has_unknown_forward(norm: nn.Module) -> bool:
-    """Whether it is unknown that a BatchNorm's forward computes what a BatchNorm computes.
+    """Whether a BatchNorm's forward may compute something else than a BatchNorm does.
 
-    It is known if the forward is that of a known class. It is also known if a trial run shows it,
-    which does not count for an instance with a `forward` of its own.
+    It does not if the forward is that of a known class, or if a trial run shows that the results
+    agree. For an instance with a `forward` of its own, a trial run does not count.
     """
     if known_norms.is_believed(norm):
         return False
@@ -254,10 +254,10 @@ def epsilon(norm: nn.Module) -> float:
 
 
 def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (magnitude, sign, shift) of s * x + t = magnitude * (sign * x + shift), each (C,).
+    """Write s * x + t as magnitude * (sign * x + shift), and return the three, each (C,).
 
-    The magnitude is positive, so it passes a ReLU. A channel with s = 0, or so small that t / s
-    overflows `dtype`, becomes a constant: sign 0 and magnitude 1.
+    The magnitude |s| is positive, so it passes a ReLU. If s is 0, or so small that t / s overflows
+    `dtype`, the channel becomes the constant t: its sign is 0 and its magnitude 1.
 
     Args:
         module: A module whose s and t can be read.
@@ -376,12 +376,12 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def set_shift(norm: nn.Module, shift: Tensor, where: slice = slice(None)) -> None:
-    """Set beta of a norm, in place, so that t of y = s * x + t is `shift` in the channels `where`.
+    """Set beta of a norm, in place, so that the norm computes s * x + shift with its present s.
 
     Args:
         norm: The norm.
-        shift: The new t of these channels.
-        where: The channels that are set.
+        shift: The new shift of the channels `where`.
+        where: The channels that are set. The others keep their beta. By default all are set.
 
     Raises:
         RefusedError: The norm has no beta.
@@ -419,7 +419,9 @@ def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
 
 
 def _check_set(norm: nn.Module, name: str, actual: Tensor, expected: Tensor) -> None:
-    """Raise RefusedError if setting gamma or beta of a registered class did not set its s or t.
+    """Raise RefusedError if a norm does not compute what its new gamma or beta should give.
+
+    Only a norm whose map a registered function reads is checked.
 
     Args:
         norm: The norm whose parameter was set.

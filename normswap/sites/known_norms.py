@@ -77,7 +77,7 @@ class NormKind:
             they are its running statistics.
         training: Where the norm takes its statistics from in training mode. None means the same as
             in eval mode.
-        eps: The epsilon, where it was measured. With None the norm states it as `eps`.
+        eps: The value of the epsilon, if it was measured. With None the norm states it as `eps`.
     """
 
     statistics: Statistics
@@ -191,11 +191,13 @@ def register_norm(
         raise OptionError(f"{kind.__name__} is no BatchNorm", remedy=remedy)
 
     # Where the class takes its statistics from in eval mode, and then in training.
-    source = Statistics.SAMPLE if per_sample else Statistics.NONE
+    in_eval_mode = Statistics.SAMPLE if per_sample else Statistics.NONE
     if statistics is not None or issubclass(kind, _BatchNorm):
-        source = Statistics.POPULATION
-    training = Statistics.BATCH if source is Statistics.POPULATION else None
-    _REGISTERED[kind] = NormKind(source, affine=affine, moments=statistics, training=training)
+        in_eval_mode = Statistics.POPULATION
+    in_training = Statistics.BATCH if in_eval_mode is Statistics.POPULATION else None
+    _REGISTERED[kind] = NormKind(
+        in_eval_mode, affine=affine, moments=statistics, training=in_training
+    )
     return kind
 
 
@@ -284,7 +286,7 @@ class Roles:
         bias: The name of beta.
         mean: The name of the running mean.
         variance: The name of the running variance.
-        eps: The epsilon.
+        eps: The value of the epsilon.
     """
 
     weight: str
@@ -306,8 +308,7 @@ class Roles:
         return scale, tensors[self.bias].double() - mean.double() * scale
 
 
-# What was measured of a module. The versions of its tensors come first: torch counts a version up
-# when a tensor is written to, and then the module is measured again.
+# What was measured of a module, behind the versions that its tensors had then.
 _MeasuredRoles: TypeAlias = tuple[tuple[int, ...], Roles | None]
 _measured: WeakKeyDictionary[nn.Module, _MeasuredRoles] = WeakKeyDictionary()
 
@@ -341,21 +342,23 @@ def measured_eps(module: nn.Module) -> float | None:
 
 
 def measured_roles(module: nn.Module) -> Roles | None:
-    """Return under which names a module keeps a BatchNorm's tensors, or None if it is none.
+    """Return under which names a module keeps a BatchNorm's tensors, or None if it is no BatchNorm.
 
-    A module without children that owns four vectors of one length is tried in eval mode, in
-    float64, with each of them in each role. Parameters are tried as gamma and beta first.
+    If a module without children owns four vectors of one length, it is run in eval mode, in
+    float64. Each vector is tried in each role (gamma, beta, mean, variance), until the BatchNorm
+    with these tensors gives the same output. Parameters are tried as gamma and beta first.
     """
     if isinstance(module, torch.jit.ScriptModule) or module._modules:
         return None
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return None
-    # Tensors on "meta" have no values that could be measured.
     tensors = _vectors(module)
-    is_whole = len(tensors) == 4 and len({len(tensor) for tensor in tensors.values()}) == 1
-    if not is_whole or any(tensor.is_meta for tensor in tensors.values()):
+    has_four_alike = len(tensors) == 4 and len({len(tensor) for tensor in tensors.values()}) == 1
+    # Tensors on "meta" have no values that could be measured.
+    if not has_four_alike or any(tensor.is_meta for tensor in tensors.values()):
         return None
 
+    # torch counts up a tensor's version when it is written to. Then the module is measured again.
     versions = tuple(tensor._version for tensor in tensors.values())
     known = _measured.get(module)
     if known is None or known[0] != versions:
@@ -380,6 +383,7 @@ def _measure_roles(module: nn.Module, orders: Iterable[Sequence[str]]) -> Roles 
     except Exception:
         return None
 
+    # All four tensors have one number per channel.
     orders = list(orders)
     channels = _owned(norm)[orders[0][0]].numel()
     generator = torch.Generator().manual_seed(0)
@@ -431,9 +435,12 @@ def measured_at_each_position(module: nn.Module) -> NormKind | None:
 
 @torch.no_grad()
 def _measure_at_each_position(module: nn.Module) -> NormKind | None:
-    """Return what `measured_at_each_position` returns for a module with such a norm's tensors.
+    """Run a module, and return the kind of LayerNorm or RMSNorm that it computes, or None if none.
 
     A copy of the module with random tensors is run in float64, in eval mode and in training.
+
+    Args:
+        module: A module with the tensors `weight` and perhaps `bias`, each of one length.
     """
     # A foreign class may refuse to be copied, and a copy on "meta" has no values.
     try:
@@ -441,14 +448,15 @@ def _measure_at_each_position(module: nn.Module) -> NormKind | None:
     except Exception:
         return None
 
+    # Each vector has one number per channel.
     generator = torch.Generator().manual_seed(0)
     vectors = _vectors(norm)
+    channels = len(vectors["weight"])
     for vector in vectors.values():
-        vector.copy_(torch.randn(len(vector), generator=generator, dtype=torch.float64))
+        vector.copy_(torch.randn(channels, generator=generator, dtype=torch.float64))
 
-    # All vectors have the same length, that of the channels.
     for dim in (1, -1):
-        noise = torch.randn(2, 3, 5, len(vector), generator=generator, dtype=torch.float64)
+        noise = torch.randn(2, 3, 5, channels, generator=generator, dtype=torch.float64)
         probes: list[tuple[Tensor, object]] = []
         # A norm may refuse maps whose channels are in another dimension than its own expects.
         try:

@@ -119,7 +119,7 @@ def is_own(layer: nn.Module) -> bool:
 
 
 def is_patched(layer: nn.Module) -> bool:
-    """Whether the instance has a forward of its own, or its class overrides `_conv_forward`."""
+    """Whether a linear layer has its own `forward` on the instance, or its own `_conv_forward`."""
     # A linear layer has no `_conv_forward`: a function of torch stands in for it.
     helper = getattr(layer, "_conv_forward", nn.Linear.forward)
     return "forward" in vars(layer) or not helper.__module__.startswith("torch.nn.modules.")
@@ -201,9 +201,9 @@ def _has_zeros(widths: Sequence[Widths]) -> bool:
 
 
 def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
-    """Return the `padding` with which torch pads as this convolution does.
+    """Return the value of torch's argument `padding` that pads as this convolution does.
 
-    None says that torch has no value for it: the padding is uneven, or depends on the input's size.
+    None says that there is no such value: the padding is uneven, or depends on the input's size.
     """
     if not is_own(layer):
         padding: tuple[int, ...] | str = layer.padding

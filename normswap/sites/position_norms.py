@@ -85,7 +85,7 @@ def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> 
         channels: The number C of its channels.
         expected: A function of the copy and an input (..., C) that returns the expected output.
     """
-    # The answer is None unless an output turns out as expected.
+    # The answer is None unless an output turns out as expected. If both do, the last one counts.
     if module not in _MEASURED:
         _MEASURED[module] = None
         # This is foreign code: it may refuse to be copied, or an input of this shape.

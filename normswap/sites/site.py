@@ -79,7 +79,7 @@ class Site:
 
     @property
     def statistics_in_training(self) -> Statistics | None:
-        """Where the norm takes its statistics from in training mode."""
+        """Where the norm takes its statistics from in training mode. None if it is no norm."""
         if self.norm is None or self.is_frozen:
             return self.statistics
         return self.norm.training or self.statistics
@@ -136,7 +136,7 @@ class Site:
         return f"what a {self.kind} does in training is unknown"
 
     def together(self, count: int) -> list[int]:
-        """Return the sizes of the groups into which the norm splits a batch in training.
+        """Return how many samples are normalized together in training, for each such group.
 
         Samples of one group share their statistics. BatchNorm makes one group of all samples, and
         InstanceNorm one of each sample. Ghost batch norm makes several.
@@ -201,7 +201,10 @@ class Site:
 
     @cached_property
     def averages(self) -> bool:
-        """Whether a BatchNorm that is fitted to images can take the norm's place."""
+        """Whether a BatchNorm can take the place of this norm with statistics per sample.
+
+        The BatchNorm equals the norm for an average sample, and is fitted to images.
+        """
         return affine.has_average(self.module) and not self.lacks_batch
 
     @property
@@ -226,7 +229,7 @@ class Site:
 
     @property
     def eps(self) -> float:
-        """The epsilon of a BatchNorm for which `refusal_of_kind` is None."""
+        """The epsilon of a BatchNorm that can be read (`refusal_of_kind` is None)."""
         return affine.epsilon(self.module)
 
     @property
@@ -273,7 +276,10 @@ class Site:
 
     @property
     def sees_one_value(self) -> bool:
-        """Whether each sample has one value per channel here, at every size of the input."""
+        """Whether the norm's input has one value per channel and sample, whatever the input size.
+
+        It is False if the recorded forward does not show it.
+        """
         if not self.shapes:
             return False
         # Rows (N, C) have one value at any size, whatever else the network would take. A map of
@@ -284,14 +290,14 @@ class Site:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why the module cannot be converted, or None where it can."""
+        """Why the module cannot be converted, or None if it can."""
         return self.refusal_of_reach or self.refusal_of_kind
 
     @property
     def refusal_of_reach(self) -> str | None:
-        """Why the module cannot be changed, whatever its class is, or None.
+        """Why the module's place in the network, or its use, forbids to change it, or None.
 
-        The reason is how forward uses the module, or where it stands.
+        The module's class plays no part in this reason.
         """
         if self.lacks_batch:
             return "it reads single samples, without a batch dimension"
@@ -300,7 +306,7 @@ class Site:
                 f"the {type(self.holder).__name__} around it folds it anew in each forward, for"
                 " quantization-aware training: convert the network before `prepare_qat`"
             )
-        # Forward would still read the tensor if another module stood here.
+        # If another module took this one's place, forward would still read the tensor.
         if self.tensor_read and not self.path:
             return "it is the whole network, where no layer can stand: wrap it in nn.Sequential"
         if self.tensor_read and self.called:
@@ -314,7 +320,7 @@ class Site:
 
     @cached_property
     def refusal_of_kind(self) -> str | None:
-        """Why s and t cannot be read off the module, or None where they can."""
+        """Why the module cannot be read as y = s * x + t per channel, or None if it can."""
         return affine.refusal(self.module)
 
     @cached_property
@@ -328,7 +334,7 @@ class Site:
 
         In training the norm would change more than its parameters, or mix the samples of a batch.
         """
-        # Then training computes what eval mode computes.
+        # With the same source of statistics, training computes what eval mode computes.
         if self.statistics_in_training is self.statistics:
             return None
 

@@ -218,7 +218,7 @@ ALGEBRA = (
     ),
     Planted(
         "no scale leaves its branch",
-        "folding.propagation:_escapes",
+        "folding.propagation:_reaches_output",
         answers(False),
         FOLDING + PROGRAMS,
     ),
