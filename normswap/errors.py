@@ -44,9 +44,9 @@ class NormswapError(Exception):
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """Let messages spell options as on the command line inside a `with` block.
+    """Inside a `with` block, write options in messages as on the command line: `--calibrate DATA`.
 
-    Outside of the block they spell options as Python does.
+    Outside of the block, messages write them as in Python: `calibrate=DATA`.
     """
     before = _TYPED.set(True)
     try:
@@ -61,7 +61,10 @@ def flag(name: str) -> str:
 
 
 def called(name: str) -> str:
-    """Return the name by which the reader knows an option, for use inside a sentence."""
+    """Return an option's name for use in a sentence, as the reader of the message knows it.
+
+    On the command line some options have another name than in Python (`dtype` is `precision`).
+    """
     if not _TYPED.get():
         return name
     return _FLAGS.get(name, name)
@@ -126,7 +129,9 @@ def first_few(items: Iterable[str], most: int = 5) -> str:
 
 
 def by_reason(reasons: Mapping[str, str], whole: str, most: int = 3) -> str:
-    """Return why each of several paths is refused, with the paths of one reason together.
+    """Return a text that says why each of several paths is refused, such as `a, b: REASON; c: ...`.
+
+    Paths with the same reason stand together.
 
     Args:
         reasons: The reason for each path.
@@ -139,9 +144,10 @@ def by_reason(reasons: Mapping[str, str], whole: str, most: int = 3) -> str:
 
     shown = list(paths.items())[:most]
     parts = [f"{first_few(group, most)}: {reason}" for reason, group in shown]
-    left = sum(len(group) for group in paths.values()) - sum(len(group) for _, group in shown)
-    if left:
-        parts.append(f"and {left} more")
+    shown_paths = sum(len(group) for _, group in shown)
+    not_shown = sum(len(group) for group in paths.values()) - shown_paths
+    if not_shown:
+        parts.append(f"and {not_shown} more")
     return "; ".join(parts)
 
 
@@ -164,10 +170,11 @@ _DEMANDS = (
 
 
 def demanded(reason: str) -> str:
-    """Return a demand of pydantic's in plainer words, such as `must be a whole number`.
+    """Return a message of pydantic in plainer words, such as `must be a whole number`.
 
     Args:
-        reason: pydantic's message. If no pattern fits, it is returned as it is.
+        reason: pydantic's message, such as `Input should be a valid integer`. If no pattern fits,
+            it is returned as it is.
     """
     for pattern, words in _DEMANDS:
         found = re.fullmatch(pattern, reason.strip(), re.IGNORECASE | re.DOTALL)
@@ -179,7 +186,8 @@ def demanded(reason: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's class if it has no message."""
     message = str(error)
-    # torch appends lines to a message. A KeyError shows them as "\n", so its argument is read.
+    # The text of a KeyError is the repr of its argument, in which a line break is written "\n". So
+    # the argument itself is read.
     if isinstance(error, KeyError) and "\\n" in message:
         message = str(error.args[0])
     return next(iter(message.strip().splitlines()), type(error).__name__)
@@ -268,7 +276,7 @@ class OutputError(NormswapError):
 
 
 def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
-    """Check that optional packages are installed.
+    """Raise OptionError if one of several optional packages is not installed.
 
     Args:
         what: The feature that needs the packages, as the error names it.
@@ -285,15 +293,15 @@ def require_packages(what: str, packages: Iterable[str], extra: str) -> None:
 
 
 class WeightsNote(UserWarning):
-    """A remark on weights that were read, which the command line prints for the user."""
+    """A warning about weights that were read. The command line prints it for the user."""
 
 
 class NewHeadNote(WeightsNote):
-    """The head of a network is new, with random values."""
+    """A warning that the head of a network is new, with random values."""
 
 
 class LeftBehindNote(UserWarning):
-    """A remark on what a killed process left behind, which the command line prints for the user."""
+    """A warning about files of a process that was killed. The command line prints it."""
 
 
 @contextmanager
@@ -301,7 +309,7 @@ def quiet() -> Iterator[None]:
     """Keep the warnings and log lines of libraries off the terminal.
 
     The errors of this package say in one line what the user needs to know. Only warnings of class
-    `LeftBehindNote`, on what a killed process left behind, are still shown.
+    `LeftBehindNote`, about files of a process that was killed, are still shown.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -87,7 +87,7 @@ def file_text(file: Path, most: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str, *, finite: bool = True) -> object:
-    """Return the plain data of a JSON text.
+    """Return the value that a JSON text holds: text, numbers, booleans, None, lists and dicts.
 
     Args:
         text: The JSON.
@@ -111,7 +111,11 @@ def parse_json(text: str, *, finite: bool = True) -> object:
 
 
 def parse_object(text: str, *, finite: bool = True) -> dict[str, object]:
-    """Return the object that a JSON text holds.
+    """Return the JSON object that a text holds, as a dict.
+
+    Args:
+        text: The JSON.
+        finite: Whether NaN and Infinity are refused.
 
     Raises:
         UnreadableError: The text is no object, or cannot be parsed (`parse_json`).
@@ -123,10 +127,10 @@ def parse_object(text: str, *, finite: bool = True) -> dict[str, object]:
 
 
 def parse_yaml(text: str) -> object:
-    """Return the plain data of a YAML 1.2 text, where `no` is a word and `1e-4` a number.
+    """Return the value that a YAML text holds: text, numbers, booleans, None, dates, lists, dicts.
 
-    Infinite numbers and NaN are let through. The record that the data is validated against can
-    refuse them, and then names their key.
+    The version is YAML 1.2, in which `no` is a word and `1e-4` a number. Infinite numbers and NaN
+    are let through. The caller validates the data afterwards, and its errors name the key.
 
     Raises:
         UnreadableError: The text is no YAML, names a key twice, has an alias, or exceeds a bound.
@@ -179,18 +183,20 @@ def _check_events(text: str) -> None:
 
 
 def check_plain(tree: object, *, finite: bool = True) -> None:
-    """Check that a tree is bounded plain data: text, numbers, booleans, null, lists and objects.
+    """Check that nested data is plain: text, numbers, booleans, null, lists and objects.
 
-    Dates, which YAML has, are let through. The record that the tree is validated against decides
-    about them.
+    It must also keep the bounds of this module. Dates, which YAML has, are let through: the caller
+    validates the data afterwards.
 
     Args:
-        tree: The data.
+        tree: The data, such as a dict of lists.
         finite: Whether NaN and infinite numbers are refused.
 
     Raises:
         UnreadableError: The tree holds a value of another kind, or exceeds a bound of this module.
     """
+    # A stack, not a recursion, so that no depth is too large. Each entry is a value, where it
+    # stands (for messages), and its level.
     pending: list[tuple[object, _Place, int]] = [(tree, None, 0)]
     count = 0
     while pending:
@@ -212,7 +218,11 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
 
 
 def _where(place: _Place) -> str:
-    """Return the text of a place, such as `norms[3].path`, or `it` for the tree itself."""
+    """Return where a value stands in a tree, as text: `norms[3].path`, or `it` for the whole tree.
+
+    Args:
+        place: The keys that lead to the value, the last one first.
+    """
     text = ""
     while place is not None:
         place, kind, key = place
@@ -268,14 +278,14 @@ def _is_text(text: str) -> bool:
 
 
 def validated(adapter: TypeAdapter[Checked], text: str) -> Checked:
-    """Return the record that a JSON text holds.
+    """Return the object of a pydantic class (or dataclass) that a JSON text holds.
 
     Args:
-        adapter: The reader of the record, which is pydantic's.
-        text: The JSON. `parse_json` has seen that it is bounded.
+        adapter: pydantic's adapter of the class.
+        text: The JSON. The caller has seen with `parse_json` that it is bounded.
 
     Raises:
-        UnreadableError: The text does not fit the record. The message names the key.
+        UnreadableError: The text does not fit the class. The message names the key.
     """
     from pydantic import ValidationError
 
@@ -286,23 +296,29 @@ def validated(adapter: TypeAdapter[Checked], text: str) -> Checked:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first problem of a record: `KEY: REASON`, as in `steps[0].edits: is missing`."""
+    """Return the first error that pydantic found, such as `steps[0].edits: is missing`."""
     problem = error.errors(include_url=False, include_input=False)[0]
     place = ""
     for key in problem["loc"]:
         # Between the keys pydantic names a type that it tried, such as `list[constrained-str]`.
         if isinstance(key, str) and ("[" in key or key.startswith("constrained-")):
             continue
+        # A number is an index into a list.
         place += f"[{key}]" if isinstance(key, int) else f".{key}"
 
     reason = demanded(problem["msg"].lower())
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         reason = "unexpected key"
+    # If the whole text is wrong, there is no key, and nothing stands in front of the reason.
     return f"{place.removeprefix('.')}: {reason}".removeprefix(": ")
 
 
 def _whole_number(digits: str) -> int:
-    """Return the whole number that a JSON text has, unless it has too many digits."""
+    """Return the whole number that these digits write.
+
+    Raises:
+        UnreadableError: There are too many digits.
+    """
     # The text of a negative number begins with a minus sign.
     if len(digits) > MOST_DIGITS + 1:
         raise UnreadableError(f"it holds a number of {len(digits)} digits")

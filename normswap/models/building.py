@@ -76,14 +76,14 @@ _MOST_MODULES = 50_000
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What the user asks for beside a name.
+    """What the user asks of a network beside its name.
 
     Args:
-        args: Arguments of the architecture.
+        args: Further keyword arguments for the function that builds the network.
         num_classes: The number of classes to build the network with. None stands for the usual one.
         in_chans: The number of input channels to build the network with. None stands for the usual
             one.
-        trained: Whether the trained weights, for which the name stands, are loaded afterwards.
+        trained: Whether the trained weights are loaded after the network is built.
     """
 
     args: Cfg = field(default_factory=dict)
@@ -95,25 +95,26 @@ class BuildRequest:
         """Return the request as keyword arguments for the function that builds the network.
 
         Args:
-            num_classes: The builder's word for the number of classes. By default it is timm's.
-            in_chans: The builder's word for the number of input channels. By default it is timm's.
+            num_classes: The name of its argument for the number of classes, by default timm's.
+            in_chans: The name of its argument for the number of input channels, by default timm's.
         """
-        words = {num_classes: self.num_classes, in_chans: self.in_chans}
-        given = {word: value for word, value in words.items() if value is not None}
-        return {**self.args, **given}
+        numbers = {num_classes: self.num_classes, in_chans: self.in_chans}
+        stated = {argument: value for argument, value in numbers.items() if value is not None}
+        return {**self.args, **stated}
 
 
 @dataclass(frozen=True)
 class Built:
-    """A bare network, on the CPU and in eval mode.
+    """A network that was built, and how to build it again. It is on the CPU and in eval mode.
 
     Args:
         model: The network, with random values.
-        arch: How to build it again.
-        source: How to open it again.
-        preprocessing: The preprocessing it was trained with, as JSON has it, in timm's words, as
-            far as that is known.
-        pretrained: Returns the network with the weights that the source stands for.
+        arch: How to build the network again.
+        source: The name under which the user can open the network again, with its weights.
+        preprocessing: The preprocessing and classes with which the weights were trained, by the
+            keys of timm's record, as far as they are known. The values are of types that JSON can
+            hold.
+        pretrained: A function that loads the trained weights, and returns the network with them.
     """
 
     model: nn.Module
@@ -134,13 +135,13 @@ def make(
     *,
     online: bool = False,
 ) -> Made:
-    """Return the network that `factory` builds. It is stopped if the network becomes too large.
+    """Return the network that `factory` builds. Building stops if the network becomes too large.
 
     Args:
         arch: The name of the network in errors.
-        factory: The builder.
-        kwargs: Its keyword arguments.
-        online: Whether the builder may ask the hub. Only the user's own code may.
+        factory: The function that builds the network.
+        kwargs: The keyword arguments of `factory`.
+        online: Whether `factory` may ask the hub. Only the user's own code may.
 
     Raises:
         SourceError: The factory does not take the arguments, or fails.
@@ -149,6 +150,7 @@ def make(
     try:
         with quiet(), nullcontext() if online else hub.offline(), _bounded(arch):
             return factory(**kwargs)
+    # This is an error for the user already, so the broad `except` below must not take it.
     except TooLargeError:
         raise
     # The builder is another library's or the user's own code, which may raise anything, or exit.
@@ -219,7 +221,9 @@ def check_size(build: Callable[[], object]) -> None:
 
 
 def check_arguments(arch: Arch, forbidden: Iterable[str] = ()) -> None:
-    """Check that an architecture is plain data, which builds a network and does nothing else.
+    """Refuse an architecture whose arguments may do more than build a network.
+
+    They must be plain data, and none may make the builder load a file or ask a hub.
 
     Args:
         arch: The architecture, perhaps from a file that somebody wrote.
@@ -245,7 +249,7 @@ def check_arguments(arch: Arch, forbidden: Iterable[str] = ()) -> None:
 
 
 def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
-    """Raise SourceError for an argument that no network is built with.
+    """Raise SourceError for an argument that would load a file, ask a hub, or is far too large.
 
     The arguments in lists and objects are checked too.
 
@@ -259,6 +263,7 @@ def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
         if why:
             raise SourceError(f"{arch} cannot be built with {name}={value!r:.200}", why)
 
+        # An argument of texts for people, such as the names of classes, may hold any keys.
         entries = value if isinstance(value, list | tuple) else [value]
         for entry in entries:
             if isinstance(entry, Mapping) and name not in _SHOWN:
@@ -275,6 +280,7 @@ def _reason_against(name: str, value: object) -> str:
         return "it may name code on a hub; eager and sdpa are taken"
     if name in _OF_TIMM and isinstance(value, str) and not is_model(value.partition(".")[0]):
         return "it is no network of timm, and other ones are not fetched"
+    # Texts for people, such as the names of classes, may have slashes, which no other text may.
     if name in _SHOWN:
         return ""
 
@@ -306,10 +312,10 @@ def _names_a_place(text: str) -> bool:
 
 
 def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
-    """Return whether `build` gives a network like `model`.
+    """Return whether `build` gives a network of the same architecture as `model`.
 
-    The names and shapes of the tensors are compared, and the class and settings of each module. The
-    random numbers of the build do not advance the user's generator.
+    The names and shapes of the tensors are compared, and the class and settings of each module. If
+    `build` fails, the answer is False. Building does not advance torch's random numbers.
     """
     try:
         with torch.random.fork_rng(devices=[]):

@@ -45,21 +45,23 @@ _NOT_RUN = "Code that a repository brings is not run"
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the bare network of a transformers name.
+    """Return a network of transformers with random values, and how to load its trained weights.
 
     Args:
-        name: `hf:owner/name`, `hf:DIR`, or `hf:CLASS` with arguments.
+        name: `hf:owner/name`, `hf:DIR`, or `hf:CLASS` for a class of transformers.
         request: What the user asks for beside the name.
 
     Raises:
         SourceError: The network cannot be found, read or built.
     """
+    # The part behind the colon is a directory, the name of a class, or a repository.
     place = name.partition(":")[2]
     is_folder = Path(place).is_dir()
     arguments = request.arguments("num_labels", "num_channels")
     if not is_folder and hasattr(transformers, place):
         return _from_class(place, name, arguments)
 
+    # Build the network that config.json states.
     source = f"hf:{Path(place).resolve()}" if is_folder else name
     stated = hub.read_json(_fetch(place, "config.json"), name)
     _check_stated(stated, name)
@@ -67,40 +69,41 @@ def build(name: str, request: BuildRequest) -> Built:
     check_size(lambda: create(arch))
     model = create(arch)
 
+    # Read how images are prepared for it.
     processor: Cfg = {}
     file = _optional(place, "preprocessor_config.json")
     if file is not None:
         processor = hub.read_json(file, name)
     preprocessing = hub.of_image_processor(processor, model, name)
     # If the user asks for another number of classes, the head is new and stays random.
-    fresh = _config(Arch(name, hub.bare(stated))).num_labels != model.config.num_labels
+    has_new_head = _config(Arch(name, hub.bare(stated))).num_labels != model.config.num_labels
 
     def pretrained() -> nn.Module:
-        return _trained(place, arch, name, fresh=fresh)
+        return _trained(place, arch, name, has_new_head=has_new_head)
 
     return Built(model, arch, source, preprocessing, pretrained)
 
 
 def _from_class(class_name: str, name: str, arguments: Cfg) -> Built:
-    """Return a network of a class of transformers, with a config of these arguments.
+    """Return a network of a class of transformers with random values.
 
     Args:
         class_name: The name of the class.
-        name: The name of the MODEL, for messages.
-        arguments: The arguments of the config.
+        name: What the user typed, such as `hf:CLASS`, for messages.
+        arguments: The entries of the config with which the class is built.
     """
     arch = Arch(class_name, arguments, "transformers")
     _check_stated(arguments, name)
     model = create(arch)
 
     def pretrained() -> nn.Module:
-        return _trained(class_name, arch, name, fresh=False)
+        return _trained(class_name, arch, name, has_new_head=False)
 
     return Built(model, arch, name, hub.of_image_processor({}, model, name), pretrained)
 
 
 def _optional(place: str, filename: str) -> Path | None:
-    """Return the path of a file that a repository or directory may have, or None.
+    """Return the path of a file that a repository or directory may have, or None if it has none.
 
     Args:
         place: The directory, or the repository of the hub.
@@ -130,23 +133,25 @@ def create(arch: Arch) -> transformers.PreTrainedModel:
     """Return a network of transformers with random values, on the CPU and in eval mode.
 
     Args:
-        arch: Its name and arguments.
+        arch: The name of the network's class, and the entries of its config.
     """
     check_arguments(arch)
     _check_stated(arch.kwargs, f"hf:{arch.name}")
     config = _config(arch)
-    kind = getattr(transformers, arch.name, None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    network_class = getattr(transformers, arch.name, None)
+    if not (
+        isinstance(network_class, type) and issubclass(network_class, transformers.PreTrainedModel)
+    ):
         raise SourceError(f"transformers has no network '{arch.name}'", remedy=_NOT_RUN)
-    return make(f"hf:{arch.name}", lambda: kind(config), {}).eval()
+    return make(f"hf:{arch.name}", lambda: network_class(config), {}).eval()
 
 
 def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arch | None:
     """Return how to rebuild a network that was built with transformers, or None if not known.
 
     Args:
-        model: The network.
-        rebuild: Replays the network's plan on a skeleton.
+        model: The network, which may be converted.
+        rebuild: Converts a newly built network as `model` was converted, and returns it.
     """
     kind = type(model)
     if kind is not getattr(transformers, kind.__name__, None) or not isinstance(
@@ -154,6 +159,7 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
     ):
         return None
 
+    # A config may hold values that cannot be written as JSON. Then it cannot be stored.
     try:
         arch = Arch(
             kind.__name__, hub.bare(json.loads(model.config.to_json_string())), "transformers"
@@ -161,15 +167,17 @@ def identify(model: nn.Module, rebuild: Callable[[nn.Module], nn.Module]) -> Arc
     except (TypeError, ValueError):
         return None
 
+    # The network is built to see whether it is the same.
     if not rebuilds(lambda: rebuild(create(arch)), model):
         return None
     return arch
 
 
 def mark_converted(model: object) -> None:
-    """Mark the config of a converted network, whose `save_pretrained` then writes the conversion.
+    """Let `save_pretrained` of a converted network of transformers write the conversion, too.
 
-    Networks of other libraries are left alone.
+    The config gets an entry `normswap` with the conversion's schemes. Networks of other libraries
+    are left alone.
     """
     if not isinstance(model, transformers.PreTrainedModel):
         return
@@ -185,12 +193,12 @@ def save_converted(
     """Write a converted network as transformers does, so that `normswap.load` opens it.
 
     Args:
-        model: The network, whose own `save_pretrained` this stands for.
-        save_directory: The directory.
+        model: The network, in which this function has the place of the method `save_pretrained`.
+        save_directory: The directory to write.
         options: Options of transformers' own `save_pretrained`.
 
     Raises:
-        OptionError: It is to be sent to the hub, which `normswap.push` does.
+        OptionError: The network is to be sent to the hub, which only `normswap.push` does.
         SourceError: Weights are NaN, infinite, or missing.
     """
     if options.get("push_to_hub"):
@@ -201,20 +209,27 @@ def save_converted(
         )
 
     state = options.pop("state_dict", None)
-    # transformers empties the state dict that it is given.
-    given = None if state is None else dict(state)
-    type(model).save_pretrained(model, save_directory, state_dict=given, **options)
+    # transformers empties the state dict that it is given, so it gets a copy.
+    copied_state = None if state is None else dict(state)
+    type(model).save_pretrained(model, save_directory, state_dict=copied_state, **options)
 
     folder = Path(save_directory)
     # Other processes of distributed training write nothing.
     if options.get("is_main_process", True) and (folder / "config.json").is_file():
-        # The record is written by a room that stands above this one, when somebody calls for it.
+        # `normswap.storage` imports this package, so it is imported only when it is needed.
         storage = importlib.import_module("normswap.storage.pretrained")
         storage.add_conversion(model, folder, state)
 
 
 def _fetch(place: str, *names: str) -> Path:
-    """Return the path of the first of several files of a directory or repository."""
+    """Return the path of the first of several files that a directory or repository has.
+
+    A file of a repository is downloaded.
+
+    Args:
+        place: The directory, or the repository of the hub as owner/name.
+        names: The names of the files, the preferred one first.
+    """
     if Path(place).is_dir():
         return hub.local(Path(place), names)
     if place.count("/") != 1:
@@ -225,15 +240,17 @@ def _fetch(place: str, *names: str) -> Path:
 
 
 def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
-    """Return the class and the config of a network, with the user's arguments.
+    """Return the class and the config of a network, in which the user's arguments go first.
 
     Args:
-        name: The MODEL.
-        stated: The content of its config.json.
-        arguments: The user's arguments.
+        name: What the user typed, such as `hf:owner/name`, for messages.
+        stated: The content of the network's config.json.
+        arguments: The user's arguments, which replace entries of the config.
     """
     kwargs = {**hub.bare(stated), **arguments}
     check_arguments(Arch(name, kwargs, "transformers"))
+
+    # The class of the config must know every argument.
     config = _config(Arch(name, hub.bare(stated)))
     unknown = next(
         (key for key in arguments if key not in stated and not hasattr(config, key)), None
@@ -243,9 +260,10 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
             f"{type(config).__name__} has no argument {unknown}", remedy=near(unknown, stated)
         )
 
-    # The config names its own classes. They are dropped, as another number of classes is asked for.
-    for key in ("id2label", "label2id") if "num_labels" in arguments else ():
-        kwargs.pop(key, None)
+    # The names of classes are dropped if another number of classes is asked for.
+    if "num_labels" in arguments:
+        for key in ("id2label", "label2id"):
+            kwargs.pop(key, None)
 
     class_names = stated.get("architectures")
     if isinstance(class_names, list) and class_names and hasattr(transformers, str(class_names[0])):
@@ -256,7 +274,10 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
 
 
 def _config(arch: Arch) -> transformers.PretrainedConfig:
-    """Return the config of an architecture.
+    """Return transformers' config object for an architecture.
+
+    Args:
+        arch: The architecture. Its arguments are the entries of a config.json.
 
     Raises:
         SourceError: There is no such model_type in transformers.
@@ -271,14 +292,15 @@ def _config(arch: Arch) -> transformers.PretrainedConfig:
     return make(f"hf:{arch.name}", configs[kind].from_dict, {"config_dict": body})
 
 
-def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
+def _trained(place: str, arch: Arch, name: str, *, has_new_head: bool) -> nn.Module:
     """Return the network with its trained weights.
 
     Args:
         place: The directory or repository.
         arch: The architecture.
-        name: The MODEL, as errors call it.
-        fresh: Whether the head has other classes than the weights, and stays random.
+        name: What the user typed, such as `hf:owner/name`, for messages.
+        has_new_head: Whether the head has another number of classes than the weights, and stays
+            random.
 
     Raises:
         SourceError: The weights are missing or damaged, or belong to another network.
@@ -287,6 +309,7 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
     if (file.parent / _ADAPTER).exists():
         # transformers would open the network that the adapter belongs to.
         raise SourceError(f"{name} holds {_ADAPTER}", "normswap takes a network, not an adapter")
+    # If the weights are in several files, an index lists them.
     if file.name.endswith(".index.json"):
         index = records.checked(
             records.ShardIndex, hub.read_json(file, name), f"{name}: {file.name}"
@@ -294,6 +317,7 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
         for shard in sorted(set(index.weight_map.values())):
             _fetch(place, shard)
 
+    # A new head is drawn from a fixed seed. Everything is on the disk, so the hub is not asked.
     unreadable = explained(SourceError, f"{name} does not load", "Is the file whole?")
     with unreadable, quiet(), seeded(), hub.offline():
         model, info = getattr(transformers, arch.name).from_pretrained(
@@ -308,15 +332,16 @@ def _trained(place: str, arch: Arch, name: str, *, fresh: bool) -> nn.Module:
             ignore_mismatched_sizes=True,
         )
 
-    other_shapes = [key[0] for key in info["mismatched_keys"] if not fresh]
-    wrong = {
+    # transformers reports each tensor that did not fit. Those of a new head may have other shapes.
+    other_shapes = [key[0] for key in info["mismatched_keys"] if not has_new_head]
+    misfits = {
         "missing": info["missing_keys"],
         "unexpected": info["unexpected_keys"],
         "of another shape": other_shapes,
     }
-    if any(wrong.values()):
-        raise SourceError(f"the weights of {name} do not fit {arch.name}", listed(wrong))
+    if any(misfits.values()):
+        raise SourceError(f"the weights of {name} do not fit {arch.name}", listed(misfits))
     check_network(model, name)
-    if fresh:
+    if has_new_head:
         note_new_head("the head", model.config.num_labels)
     return model.eval()

@@ -46,13 +46,13 @@ _FOLDED = Path(__file__).with_name("folded_by_timm.txt")
 
 @dataclass(frozen=True)
 class Published:
-    """The result of a push.
+    """What `push` has sent to the hub.
 
     Args:
         url: The address of the commit.
         repo: The repository, as owner/name.
         files: The names of the files that were sent.
-        alone: Whether timm builds and loads the network without normswap.
+        alone: Whether `timm.create_model` opens the network without normswap.
     """
 
     url: str
@@ -71,25 +71,25 @@ def push(
     trust_factory: bool = False,
     accuracy: model_card.Accuracy | None = None,
 ) -> Published:
-    """Publish a directory that `save` wrote as `owner/name`.
+    """Publish a network that `save` wrote in a repository of the Hugging Face hub.
 
-    The repository is made if it is not there.
+    The repository is made if it does not exist.
 
     Args:
         directory: The network's directory. None of its files may be a link.
         repo: The repository, as owner/name.
         license: The license of the weights by the hub's name (apache-2.0, mit, other). The default
-            is the source's.
-        private: Whether nobody else may see the repository. If it is there already and public, it
-            is refused.
-        message: The message of the commit.
-        trust_factory: Whether the user's factory that builds the network may be imported, which
-            runs its code.
-        accuracy: Top-1 on labelled images, for the card and for the hub's `.eval_results/`. None
-            where it was not measured.
+            is the license of the network before its conversion.
+        private: Whether nobody else may see the repository. If it exists already and is public,
+            nothing is sent.
+        message: The message of the commit. The default names the directory.
+        trust_factory: Whether a factory (the user's own function that builds the network) may be
+            imported, which runs its code.
+        accuracy: Top-1 on labelled images, for the model card and for the hub's `.eval_results/`.
+            None if it was not measured.
 
     Returns:
-        A record of what was published.
+        The address of the commit, and which files were sent.
 
     Raises:
         SourceError: The directory is damaged, or one of its files is a link.
@@ -99,6 +99,7 @@ def push(
     if repo.count("/") != 1:
         raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
 
+    # Read the directory. Nobody may change its files between the checks and the sending.
     folder = Path(directory)
     files = _FilesOfSave(folder)
     model = checkpoint.load(folder, trust_factory=trust_factory)
@@ -108,6 +109,8 @@ def push(
     record = provenance.of(model)
     license = license or _license_of_source(record, folder)
 
+    # Find the code that opens the network: by timm alone if that is possible, or else by normswap.
+    # Both the config and the card depend on it.
     config = checkpoint.config_of(model, record, header.digest)
     arguments = _arguments_for_timm(model, record.arch)
     if arguments is not None:
@@ -118,13 +121,15 @@ def push(
         code = _code_by_timm(model, record.arch, folder, repo) or by_normswap
     card = model_card.render(record, header.report, code=code, license=license, accuracy=accuracy)
 
+    # Send the files.
     contents = {
         WEIGHTS: files.contents[WEIGHTS],
         CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
         CARD: card.encode(),
         **model_card.eval_results(accuracy),
     }
-    # `load` has compared the norms with the hash that `save` noted.
+    # The replaced norms are sent only if the header has their hash, with which `load` has compared
+    # them.
     if NORMS in files.contents and NORMS in header.hashes:
         contents[NORMS] = files.contents[NORMS]
     commit_message = message or f"{folder.resolve().name}, converted by normswap"
@@ -133,10 +138,11 @@ def push(
 
 
 class _FilesOfSave:
-    """The files of a directory that `save` writes. Each must be a regular file, not a link.
+    """The files of a directory that `save` wrote. Each must be a regular file, not a link.
 
-    Their contents are read before the network is loaded. `check_unchanged` tells afterwards whether
-    the files are still the same, so that what was checked is what is sent.
+    The contents of the weights and of the norms are read when the object is made, before the
+    network is loaded. `check_unchanged` raises an error if a file was changed afterwards, so that
+    the files that are checked are those that are sent.
 
     Raises:
         SourceError: There is no such directory, or a file is a link, a pipe or a directory.
@@ -164,7 +170,7 @@ class _FilesOfSave:
                 )
 
     def _identity(self, name: str) -> tuple[int, ...] | None:
-        """Return numbers that differ once a file is changed or replaced, or None without a file."""
+        """Return numbers that change if a file is changed or replaced. None if there is no file."""
         file = self.folder / name
         try:
             status = file.lstat()
@@ -174,7 +180,12 @@ class _FilesOfSave:
         return _identity_of(status)
 
     def _read(self, name: str) -> bytes:
-        """Return a file's bytes, if it is still the file that was looked at first."""
+        """Return a file's bytes.
+
+        Raises:
+            SourceError: The file cannot be read, or is another one than when it was first looked
+                at.
+        """
         # A link that took the file's place meanwhile is not followed; a pipe is not waited for.
         file = self.folder / name
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -202,7 +213,7 @@ class _FilesOfSave:
 
 
 def _identity_of(status: os.stat_result) -> tuple[int, ...]:
-    """Return numbers that differ once a file is changed or replaced."""
+    """Return numbers that change if a file is changed or replaced."""
     # Anybody can set st_mtime back after a change, but not st_ctime.
     return (
         status.st_dev,
@@ -214,10 +225,16 @@ def _identity_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: bool) -> str:
-    """Send files in one commit, and return its address.
+    """Send files to a repository of the hub in one commit, and return the commit's address.
+
+    Args:
+        repo: The repository, as owner/name. It is made if it does not exist.
+        contents: The contents of the files, by their names.
+        message: The message of the commit.
+        private: Whether the repository must be private.
 
     Raises:
-        OutputError: The hub refuses the commit.
+        OutputError: The hub refuses the commit, or the repository is public and must be private.
     """
     operations = [client.CommitOperationAdd(name, content) for name, content in contents.items()]
     api = client.HfApi()
@@ -249,7 +266,7 @@ def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: 
 
 
 def _check_not_public(api: client.HfApi, repo: str) -> None:
-    """Raise OutputError for a public repository, because the hub would leave it public."""
+    """Raise OutputError if a repository exists and is public, because it would stay public."""
     try:
         found = api.repo_info(repo)
     except client.errors.RepositoryNotFoundError:
@@ -260,7 +277,11 @@ def _check_not_public(api: client.HfApi, repo: str) -> None:
 
 
 def _license_of_source(record: provenance.Provenance, folder: Path) -> str:
-    """Return the license of the source's weights.
+    """Return the license of the weights that were converted, from the record or from the hub.
+
+    Args:
+        record: The provenance of the network.
+        folder: The directory of the network, for the error.
 
     Raises:
         OptionError: The license is not known.
@@ -290,16 +311,23 @@ def _license_on_card(repo: str | None) -> str | None:
 
 
 def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, object] | None:
-    """Return arguments with which timm alone builds this very network, or None.
+    """Return the arguments with which timm builds this very network without normswap, or None.
 
-    The arguments are tried: the network is built from them and compared with this one.
+    A network is built with each possible set of arguments, and its outputs are compared with those
+    of `model`.
+
+    Args:
+        model: The converted network.
+        arch: How the network was built before its conversion. None if that is not known.
     """
     if arch is None or arch.builder != "timm":
         return None
 
     # The architecture is tried as it is, and then with each norm that a conversion may end in.
-    for more in ({}, *({"norm_layer": name} for name in _NORM_LAYERS)):
-        kwargs = {**arch.kwargs, **more}
+    variants: list[dict[str, object]] = [{}]
+    variants += [{"norm_layer": name} for name in _NORM_LAYERS]
+    for variant in variants:
+        kwargs = {**arch.kwargs, **variant}
         try:
             other = timm_models.create(Arch(arch.name, kwargs))
             other.load_state_dict(model.state_dict())
@@ -312,12 +340,20 @@ def _arguments_for_timm(model: nn.Module, arch: Arch | None) -> Mapping[str, obj
 
 
 def _code_by_timm(model: nn.Module, arch: Arch | None, folder: Path, repo: str) -> str | None:
-    """Return code that loads a folded network into timm's own class, or None.
+    """Return Python code that loads a folded network into timm's own class, or None.
 
-    The code is run here, and the network that it loads is compared with this one.
+    The code is run here with the file in the directory, and its network is compared with `model`.
+    The result is None if the two differ, or if the code fails.
+
+    Args:
+        model: The converted network.
+        arch: How the network was built before its conversion. None if that is not known.
+        folder: The directory of the network.
+        repo: The repository, as owner/name. The code that is returned loads the weights from there.
     """
     if arch is None or arch.builder != "timm":
         return None
+    # The place of the weights is filled in last: the file here, then the file on the hub.
     template = _FOLDED.read_text(encoding="utf-8")
     code = partial(template.format, name=arch.name, kwargs=dict(arch.kwargs))
     names: dict[str, Any] = {}
