@@ -103,7 +103,10 @@ class Command(typer.core.TyperCommand):
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """All commands. One is imported when it is called; --help lists summaries without an import."""
+    """All commands of the program. A command is imported only when it is called.
+
+    --help lists their summaries, for which nothing is imported.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -116,9 +119,9 @@ class CommandGroup(typer.core.TyperGroup):
         return name, load(str(name)), arguments
 
     def get_params(self, ctx: Clicks) -> Clicks:
-        """Return the options, of which flags that are not given are false.
+        """Return the options of the program itself, with False as the default of each.
 
-        Left to itself, typer would import pydantic to see that, which takes 0.1 s.
+        All are flags. typer would import pydantic to read such a default, which takes 0.1 s.
         """
         params = _without_values(super().get_params(ctx))
         for option in params:
@@ -159,7 +162,7 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
                 argument.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=_escaped(kind))
             )
 
-    # What typer calls: it takes the options of all records one by one.
+    # typer calls this function, with the options of all dataclasses one by one.
     @functools.wraps(run)
     def flattened(**options: object) -> int | None:
         # Names that cannot be right are refused now, before a command imports torch.
@@ -183,8 +186,8 @@ def _option(record: type[Any], field: Field[Any], hint: object) -> inspect.Param
     """Return a field of a dataclass as an option.
 
     Args:
-        record: The dataclass. Its base that adds the field says under which heading the option
-            stands in --help.
+        record: The dataclass. `GROUP` of the base class that adds the field is the heading under
+            which the option stands in --help.
         field: The field.
         hint: The field's type, with typer's record of the option.
     """
@@ -199,7 +202,9 @@ def _option(record: type[Any], field: Field[Any], hint: object) -> inspect.Param
 
 
 def _escaped(hint: object, panel: str | None = None) -> object:
-    """Return the type of an option, with its help in a form that rich shows as it is.
+    """Return the type of an option, with what a shell completes, its help and its heading.
+
+    A type that is not Annotated is returned as it is.
 
     Args:
         hint: The type, with typer's record of the option.
@@ -208,11 +213,12 @@ def _escaped(hint: object, panel: str | None = None) -> object:
     if get_origin(hint) is not Annotated:
         return hint
 
-    # rich would take brackets for markup.
+    # typer's record of the option is copied, because several commands share it.
     kind, info = get_args(hint)
     info = copy.copy(info)
     if info.autocompletion is None:
         info.autocompletion = _completion(info.metavar or "")
+    # rich would take brackets in the help for markup.
     info.help = info.help and info.help.replace("[", r"\[")
     info.rich_help_panel = panel or info.rich_help_panel
     return Annotated[kind, info]
@@ -225,6 +231,7 @@ def _completion(metavar: str) -> Callable[[str], list[str]] | None:
         metavar: The option's placeholder. `fit|keep` has two words; words in capitals stand for
             something else, such as a name or a number.
     """
+    # `7|8` completes to 7 and 8, and `auto|NAMES` to auto. A single word such as N does to nothing.
     listed = [word for word in metavar.split("|") if not word.isupper()]
     if metavar not in _COMPLETED and not ("|" in metavar and listed):
         return None
@@ -252,6 +259,7 @@ def load(name: str) -> Clicks:
     # width of the terminal.
     paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(module.run.__doc__))
 
+    # typer sees the options of the command's dataclasses as parameters of one function (`spread`).
     single = typer.Typer(context_settings=_SETTINGS, add_completion=False)
     single.command(name, cls=Command, epilog=epilog, help=paragraphs)(spread(module.run))
     command = typer.main.get_command(single)
@@ -323,7 +331,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _notes_on_stderr() -> Iterator[None]:
-    """Print each note on what a killed run left behind on stderr, once, while a command runs."""
+    """In a `with` block, print on stderr each note on files that a killed run left behind.
+
+    Such a note is a warning (`LeftBehindNote`), and is printed once. Other warnings are dropped.
+    """
     printed: set[str] = set()
 
     def show(
@@ -360,17 +371,19 @@ def _fail_as_json(message: str) -> int:
 
 
 def _usage(error: Any, arguments: Sequence[str]) -> str:
-    """Return a sentence about words that no command takes, with an example if one is missing.
+    """Return what is wrong with a command line, with an example if an argument is missing.
 
     Args:
         error: The error of typer's parser.
         arguments: The words of the command line.
     """
+    # The message may be: Invalid value for '--samples': Input should be a valid integer
     message = str(error.format_message())
     invalid = _INVALID.fullmatch(message)
     if invalid:
         option, reason = invalid.groups()
         return f"{_as_typed(option, arguments)} {demanded(reason)}"
+    # Or it may be: Missing argument 'MODEL'. An example of the command is added then.
     context = getattr(error, "ctx", None)
     name = getattr(context, "info_name", None)
     if not message.startswith("Missing") or name not in commands.SUMMARIES:
@@ -389,7 +402,7 @@ def _fail_with_traceback(message: str) -> int:
     """Print the traceback of the error that is handled, then the error; return exit code 2."""
     error: BaseException | None = sys.exc_info()[1]
     while error is not None:
-        # Errors of one line hide what they were raised for.
+        # An error that was raised `from None` hides the one that led to it. Both are shown here.
         error.__suppress_context__ = False
         error = error.__context__
     say_aside(traceback.format_exc().rstrip("\n"), lines=True)

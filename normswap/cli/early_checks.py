@@ -22,6 +22,8 @@ from normswap.models import kinds
 _IMAGES = ("data", "calibrate")
 # Arguments that name a directory that normswap wrote.
 _DIRECTORY = "directory"
+# A registered network has the lines `@register_model` and `def resnet50(`. A deprecated name stands
+# in a dict, as in `    'old_name': 'new_name'`.
 _REGISTERED = re.compile(r"^@register_model\s+def (\w+)\(|^    ['\"](\w+)['\"]: ['\"]", re.M)
 
 
@@ -46,7 +48,7 @@ def check(options: Mapping[str, object]) -> None:
 
 
 def _texts(value: object) -> list[str]:
-    """Return an option's texts: one, several, or none."""
+    """Return the texts that an option holds: a list of one or several, or an empty list."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list):
@@ -55,7 +57,11 @@ def _texts(value: object) -> list[str]:
 
 
 def _check_directory(name: str) -> None:
-    """Check the name of a directory that `convert` wrote, or of a file that `export` wrote."""
+    """Raise SourceError if there is no directory or file of this name.
+
+    Args:
+        name: The name of a directory that `convert` wrote, or of a file that `export` wrote.
+    """
     if os.path.exists(name):
         return
     if name == shipped.NAME or name in _timm_names():
@@ -78,7 +84,8 @@ def _check_model(name: str) -> None:
         remedy = "" if is_file else "A network of the hub is written hf-hub:ORG/NAME"
         raise SourceError(f"{name} does not exist", remedy=remedy)
 
-    # A timm name may have the tag of its weights behind a dot. If no names were read, any passes.
+    # A timm name may have the tag of its weights behind a dot: resnet50.a1_in1k. If no names could
+    # be read, any name passes.
     names = _timm_names()
     base = name.partition(".")[0]
     if names and base not in names:

@@ -147,7 +147,10 @@ class Opening:
     trust_factory: Trust = False
 
     def asked(self) -> list[tuple[str, str]]:
-        """Return the options that shape the network itself, as pairs of flag and value."""
+        """Return the options that shape the network, as pairs of flag and value.
+
+        Options that have their default value are left out.
+        """
         pairs: list[tuple[str, str]] = []
         for name in ("weights", "arch", "num_classes", "in_chans", "input_size"):
             value = getattr(self, name)
@@ -163,7 +166,10 @@ class Opening:
         return dict(map(_arch_arg, self.arch_arg or []))
 
     def words(self, name: str) -> list[str]:
-        """Return the words of a command line that open MODEL `name` as these options do."""
+        """Return the words of a command line that open MODEL `name` as these options do.
+
+        They are the name, then the options that were given.
+        """
         return [name, *itertools.chain(*self.asked()), *trust_flag(self.trust_factory)]
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
@@ -342,6 +348,7 @@ class Images:
         )
         remark(loader.notes)
 
+        # Arrays are not prepared, so nothing has to be assumed of their mean and size.
         holds_arrays = array_files.find(Path(str(self.data)))
         if not holds_arrays and (missing := assumption(model)):
             remark(
@@ -361,8 +368,8 @@ def open_model(
         runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
         asked: The keywords of `checkpoint.open_model`.
     """
-    # Options that do not go together are refused before anything is imported. A folder or file
-    # that may open by a record of normswap's is left out.
+    # Options that do not go together are refused here, before torch is imported. A directory, or a
+    # file that normswap may have written, is left out: it may know its own architecture.
     recorded = (".safetensors", *kinds.EXPORTED)
     if not Path(name).is_dir() and Path(name).suffix.lower() not in recorded:
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
@@ -378,6 +385,7 @@ def open_model(
 
         network_folder.check_no_run(Path(name))
         file = exported_file(name) if runs else None
+        # An exported file takes no option that shapes a network.
         if file is not None:
             zoo.check_unasked(name, asked)
             return devices.place(file.network(), device)
@@ -413,7 +421,7 @@ def exported_file(name: str) -> ExportedFile | None:
 
 
 def _arch_arg(text: str) -> tuple[str, Value | list[Value]]:
-    """Read KEY=VALUE of --arch-arg."""
+    """Return the name and the value of an --arch-arg such as `channels=16,32,64,128`."""
     key, sign, value = text.partition("=")
     if not sign or not key.isidentifier():
         raise OptionError(
@@ -423,7 +431,12 @@ def _arch_arg(text: str) -> tuple[str, Value | list[Value]]:
 
 
 def _sides(option: str, text: str) -> tuple[int, ...]:
-    """Read a shape without the batch: whole numbers from 1 up, with commas between."""
+    """Return a shape without the batch, read from whole numbers such as `3,224,224`.
+
+    Args:
+        option: The option, for the error.
+        text: The numbers, from 1 up, with commas between.
+    """
     sides = text.split(",")
     if not all(side.strip().isdecimal() and int(side) for side in sides):
         why = (
@@ -435,7 +448,13 @@ def _sides(option: str, text: str) -> tuple[int, ...]:
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
-    """Read a number, or one per channel with commas between; None if the option is not given."""
+    """Return numbers, read from a text such as `0.5` or `0.485,0.456,0.406`.
+
+    Args:
+        option: The option, for the error.
+        text: One number, or one per channel with commas between. None if the option is not given.
+            The result is None then, too.
+    """
     if text is None:
         return None
     try:
@@ -447,7 +466,10 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
 
 
 def _named_input(text: str) -> tuple[str, tuple[tuple[int, ...], str]]:
-    """Read NAME=SHAPE[:TYPE] of --input: the argument's name, its shape and its type."""
+    """Return name, shape and type of an argument, read from an --input such as `ids=16:int64`.
+
+    The shape is without the batch. An input without a type is float32.
+    """
     name, sign, shape = text.partition("=")
     sides, _, dtype = shape.partition(":")
     if not sign or not name.isidentifier() or dtype not in ("", *_TYPES):
@@ -477,7 +499,11 @@ def _scalar(text: str) -> Value:
 
 
 def last_part(name: str) -> str:
-    """Return the last part of a MODEL's name, which begins the default name of an output."""
+    """Return the last part of a MODEL's name, which begins the default name of an output.
+
+    It is `resnet50` for `runs/resnet50`, `resnet50.pth` and `torchvision:resnet50@IMAGENET1K_V2`.
+    """
+    # The name may have a prefix, such as torchvision: or hf-hub:.
     prefix, _, after = name.partition(":")
     has_prefix = prefix in kinds.prefixes()
 
@@ -487,5 +513,6 @@ def last_part(name: str) -> str:
     if path.is_file():
         return path.stem
 
+    # The weights may stand behind an @. A colon is left in package.module:factory.
     bare = after.partition("@")[0] if has_prefix else name
     return Path(bare).name.replace(":", "-")

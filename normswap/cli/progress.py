@@ -27,17 +27,20 @@ def _console() -> Console:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner beside `text`; the function that is yielded changes the text."""
+    """Show a spinner beside `text` during a `with` block.
+
+    A function is yielded that changes the text.
+    """
     with _console().status(styled(text)) as status:
         yield lambda changed: status.update(styled(changed))
 
 
 @contextmanager
 def bar(text: str, *, in_logs: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar beside `text`.
+    """Show a bar beside `text` during a `with` block.
 
-    The function that is yielded moves the bar: it takes the images done and their total, 0 if the
-    total is unknown.
+    A function is yielded that moves the bar. It takes the number of images done, and their total,
+    which is 0 if it is not known.
 
     Args:
         text: What is done.
@@ -59,6 +62,7 @@ def bar(text: str, *, in_logs: bool = False) -> Iterator[Callable[[int, int], No
         TimeRemainingColumn(),
     )
     hidden = not console.is_terminal
+    # `Pace` takes the same numbers, and says now and then how far the work is.
     if hidden and in_logs:
         from normswap.models.pace import Pace
 
@@ -77,10 +81,10 @@ def bar(text: str, *, in_logs: bool = False) -> Iterator[Callable[[int, int], No
 def training_bar(
     *, quiet: bool = False
 ) -> Iterator[tuple[Callable[[TrainingProgress], None], Callable[[str], None]]]:
-    """Show a bar over all updates of a training run; a log gets a line per epoch instead.
+    """Show a bar over all updates of a training run during a `with` block.
 
-    Two functions are yielded. The first takes the engine's `TrainingProgress` and moves the bar.
-    The second prints a sentence above it.
+    A log, which has no bar, gets a line for each epoch. Two functions are yielded. The first takes
+    the engine's `TrainingProgress` and moves the bar. The second prints a sentence above it.
 
     Args:
         quiet: Whether nothing is shown at all, as in every process but the first.
@@ -103,6 +107,7 @@ def training_bar(
                 task, completed=moment.update, total=moment.updates, description=description
             )
 
+            # Without a bar, whoever reads the log is told at the end of each epoch.
             ends_epoch = moment.epoch == int(moment.epoch)
             if hidden and not quiet and ends_epoch:
                 say_aside(line)

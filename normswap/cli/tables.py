@@ -33,7 +33,7 @@ Printed = TypeVar("Printed", Body, Sequence[Body])
 
 
 def show(
-    body: Printed, as_json: bool, print_body: Callable[[Printed], None], *following: object
+    body: Printed, as_json: bool, print_body: Callable[[Printed], None], *next_command: object
 ) -> None:
     """Print what a command has to say, as JSON or for a person.
 
@@ -41,8 +41,8 @@ def show(
         body: The records that --json prints.
         as_json: Whether strict JSON is printed. Then nothing else is.
         print_body: Prints `body` for a person.
-        following: The words of the command that most people want next. Without words no such line
-            is printed.
+        next_command: The words of the command that most people want next. It is printed for a
+            person as the last line. Without words there is no such line.
     """
     if as_json:
         _print_all(body, lambda: say_json(plain(body)))
@@ -50,14 +50,17 @@ def show(
 
     def for_a_person() -> None:
         print_body(body)
-        if following:
-            next_step(*following)
+        if next_command:
+            next_step(*next_command)
 
     _print_all(body, for_a_person)
 
 
 def _print_all(body: object, print_body: Callable[[], None]) -> None:
-    """Print; if stdout takes no text, a command that has written its files succeeds all the same.
+    """Print the result of a command, even if stdout takes no text (disk full, pipe closed).
+
+    A command that has written its files has done its work, so the error is not raised then. A
+    remark on stderr tells of it.
 
     Args:
         body: The records of the command, some of which name what it has written.
@@ -96,6 +99,7 @@ def _print(renderable: RenderableType, least: int = 0) -> None:
     """
     from rich.console import Console
 
+    # In a terminal rich finds the width by itself.
     width = None
     if not sys.stdout.isatty():
         width = max(shutil.get_terminal_size((_WIDTH, 0)).columns, least)
@@ -211,6 +215,7 @@ def print_network(body: Body) -> None:
     if body["architecture"]:
         name += f" ({body['architecture']})"
 
+    # `inspect` lists the blocks. `demo` has counted them by the kind of their skip connection.
     if "blocks" in body:
         skips = Counter(block["skip"] for block in body["blocks"])
     else:
@@ -268,7 +273,7 @@ def counts(counted: Mapping[str, int]) -> str:
 
 
 def span(pair: Sequence[float] | None) -> str:
-    """Return the least and the largest number, `0.1 .. 0.4`, or one number if both are alike."""
+    """Return the smallest and the largest number as `0.1 .. 0.4`, or as one if both are alike."""
     if pair is None:
         return ""
     # A dict has each text once, so two numbers that are written alike become one.
@@ -276,12 +281,12 @@ def span(pair: Sequence[float] | None) -> str:
 
 
 def size(sides: Sequence[int]) -> str:
-    """Return a shape: `3x224x224`."""
+    """Return a shape in words, such as `3x224x224`."""
     return "x".join(map(str, sides))
 
 
 def small(value: float | None) -> str:
-    """Return an error, `2.1e-07`, or nothing for None."""
+    """Return an error as it is printed, such as `2.1e-07`. None gives an empty text."""
     if value is None:
         return ""
     return f"{value:.1e}"
@@ -313,13 +318,15 @@ def print_step(source: str, step: Body, *, dry: bool) -> None:
     if options:
         target += f" ({one_line(options)})"
 
+    # A step that was only planned has no report. `unfold` is exact, and is no scheme that could fit
+    # values.
     report = step["report"]
     result = None
     if report:
-        # `unfold` is exact, and no scheme that could fit values.
         can_fit = not report["exact"] and get(step["scheme"]).fit is not None
         result = verdict(report, can_fit=can_fit)
 
+    # Norms are counted by what became of them or, if that is not known, by their class.
     facts(
         ("would convert" if dry else "converted", target),
         ("result", result),
@@ -376,7 +383,10 @@ def verdict(report: Body, *, can_fit: bool = False) -> str:
 
 
 def print_proof(report: Body) -> None:
-    """Print the measurements, a row per precision and input size; `verdict` says what they mean."""
+    """Print the measurements of a report: a row for each precision and input size.
+
+    `verdict` says what they mean.
+    """
     is_exact = report["exact"]
     rows: list[list[object]] = []
     for error in report["logits"]:
@@ -398,7 +408,8 @@ def print_proof(report: Body) -> None:
     title = "Verification on {}" if is_exact else "Distance from the source on {}"
     table(title.format(report["inputs"]), _COLUMNS[: len(rows[0])], rows, right=_COLUMNS[2:6])
 
-    # The scores of a classifier stand on axis 1, and everybody knows what agreement is by them.
+    # Agreement is counted by the largest value along an axis. For a classifier's scores, on axis 1,
+    # that goes without saying. For another output it is printed.
     answers = [
         error["answer"] for error in report["logits"] if error["answer"] and error["axis"] != 1
     ]
@@ -451,6 +462,7 @@ def print_file(body: Body) -> None:
         sidecar["agreement"] = same_answers(figures)
         sidecar["top-1"] = top1_change(figures)
 
+    # A file names its architecture and its source, which may be the same.
     metadata = body["metadata"]
     origins = [metadata[key] for key in ("architecture", "source") if metadata.get(key)]
     note = None

@@ -36,13 +36,18 @@ def say_json(value: object) -> None:
 
 
 def remark(notes: Iterable[str]) -> None:
-    """Say on stderr, which --json leaves free, how something was understood."""
+    """Print notes on stderr, a line each. --json prints on stdout only, so they do not mix."""
     for note in notes:
         say_aside(f"note: {note}")
 
 
 def say_aside(text: str, *, lines: bool = False) -> None:
-    """Print a line on stderr, or a text of several; where stderr takes nothing, nobody is told."""
+    """Print a text on stderr. If stderr takes no text, nothing happens.
+
+    Args:
+        text: The text.
+        lines: Whether the text has several lines.
+    """
     with suppress(OSError):
         print(printable(text, lines=lines), file=sys.stderr, flush=True)
 
@@ -63,13 +68,14 @@ def open_standard_streams() -> None:
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
+        # The stream is closed. A file gets the lowest free number, which mostly is this one.
         except OSError:
             opened = os.open(os.devnull, mode)
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
 
-    # Python has left out the streams that were closed.
+    # Python has made no object for a stream that was closed when it started.
     if sys.stdout is None:
         sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     if sys.stderr is None:

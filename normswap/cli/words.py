@@ -13,6 +13,7 @@ def values_typed(option: str, words: Sequence[str]) -> list[str]:
         option: The option, with its dashes.
         words: The words of the command line.
     """
+    # A word behind the last one stands for the value that an option at the end lacks.
     values: list[str] = []
     for word, next_word in itertools.pairwise([*words, ""]):
         if word == option:

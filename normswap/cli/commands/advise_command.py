@@ -151,33 +151,35 @@ def _measure(
     """
     from normswap.training import trials
 
+    # BatchNorm itself is tried as a reference for the targets. Private training does not admit it.
     minutes = 3.0 if trying.minutes is None else trying.minutes
     names = [advice.target for advice in possible]
-    others = [] if private else trials.references(network.module)
-    possible = [*possible, *(other for other in others if other.target not in names)]
+    references = [] if private else trials.references(network.module)
+    possible = [*possible, *(each for each in references if each.target not in names)]
     with bar(f"trying {len(possible)} ways (seconds)") as progress:
         tried = trials.Trials(
             network, str(trying.data), batch_size, minutes, trying.device, progress
         )
-        # One trial for each target, the best first. One that was left behind had fewer updates, so
-        # it comes behind the others.
-        ended = tried.run(possible)
+        # The last trial of each target, the best first. Targets that were left behind had fewer
+        # updates, and come behind the others.
+        last_trials = tried.run(possible)
 
     remark(tried.held_out.notes)
     if private:
         remark([_NO_NOISE])
 
-    # The ways that targets are compared with are no targets.
-    ranked = [trial for trial in ended if trial.advice.target in names]
+    # The references are left out, as they are no targets. The order stays.
+    ranked = [trial for trial in last_trials if trial.advice.target in names]
     best = ranked[0]
     measured = {
         "seconds": tried.seconds(),
         "images": len(tried.images.images),
         "held_out": tried.held_out.count,
-        "ended": [trial.record(best) for trial in ended],
+        "ended": [trial.record(best) for trial in last_trials],
         "trials": [trial.record(best) for trial in tried.trials],
-        "warnings": _warnings(ended, best),
+        "warnings": _warnings(last_trials, best),
     }
+    # If the best target ended with a higher loss than it began with, no training is proposed.
     recipe: list[str] = []
     if best.loss <= best.loss_at_once:
         overrides = trials.keys(best.advice, best.lr, batch_size)
@@ -186,14 +188,15 @@ def _measure(
 
 
 def _warnings(ended: list[TargetTrial], best: TargetTrial) -> list[str]:
-    """Return what the trials do not show, in sentences.
+    """Return sentences that warn of taking the best target's result for more than it shows.
 
     Args:
-        ended: The last trial of each target and of what they are compared with, the best first.
+        ended: The last trial of each target, and of BatchNorm as a reference, the best first.
         best: The trial of the best target.
     """
     from normswap.training import trials
 
+    # Only trials with equally many updates can be compared.
     compared = [trial for trial in ended if trial.updates == best.updates]
     warnings: list[str] = []
     if all(trial.loss > trial.loss_at_once for trial in compared):
@@ -206,14 +209,14 @@ def _warnings(ended: list[TargetTrial], best: TargetTrial) -> list[str]:
             f"the rate {best.lr:g} of {best.advice.target} is the edge of the rates that were"
             " tried: the best one may lie beyond"
         )
-    in_front = [
+    better = [
         trial.advice.target
         for trial in compared
         if trial.advice.target in trials.REFERENCES and trial.loss < best.loss
     ]
-    if in_front:
+    if better:
         warnings.append(
-            f"{' and '.join(in_front)} ends with a lower loss than any target: convert for what"
+            f"{' and '.join(better)} ends with a lower loss than any target: convert for what"
             " else the target gives, not for accuracy"
         )
     if len(compared) < len(ended):
@@ -268,8 +271,9 @@ def _print_targets(targets: list[Body], elsewhere: Body) -> None:
     columns = ("target", "function", "ended elsewhere", "why")
     table("Targets that this network admits", columns, rows)
 
-    is_known = any(ended for _, _, ended, _ in rows)
-    if is_known:
+    # The line below explains the column, which is not printed if it is empty.
+    has_ended_elsewhere = any(ended for _, _, ended, _ in rows)
+    if has_ended_elsewhere:
         say(
             f"ended elsewhere: top-1 after training, of {elsewhere['task']} (docs/results.md);"
             f" {_NOT_MEASURED}"

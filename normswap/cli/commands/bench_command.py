@@ -104,7 +104,7 @@ def _batch_sizes(text: str) -> list[int]:
 def _contenders(
     model: str, files: list[str], opening: Opening, device: torch.device
 ) -> tuple[list[Contender], tuple[int, ...], list[str]]:
-    """Open everything that is timed.
+    """Open everything that is timed: the network, its folded copy, and exported files.
 
     Args:
         model: A MODEL, or an exported file.
@@ -115,6 +115,7 @@ def _contenders(
     Returns:
         The contenders, the size of an image without the batch, and notes for the user.
     """
+    # If MODEL is itself an exported file, there is no network in PyTorch beside the files.
     network: nn.Module | None = None
     contenders: list[Contender] = []
     notes: list[str] = []
@@ -132,6 +133,7 @@ def _contenders(
                 f"{name} is no exported file",
                 remedy="Name one network, and files that `export` made of it",
             )
+        # All are timed on images of one size, that of the first.
         image_size = image_size or file.shape[1]
         if image_size != file.shape[1]:
             what = f"{name} takes images of {size(file.shape[1])}"
@@ -150,6 +152,8 @@ def _file_contender(file: ExportedFile, network: nn.Module | None) -> Contender:
     """
     from normswap.benchmarking.timing import Contender
 
+    # All contenders are given images as the source takes them. A file that normalizes by itself
+    # takes pixels, and a file that ends with a softmax gives other answers than the source.
     contender = Contender(file.file.name, file.form.name, file.network(), precision=file.precision)
     if network is not None:
         request = file.request(network)
@@ -179,6 +183,7 @@ def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
     """
     from normswap.models import network_input
 
+    # There is such a call only if the network's record states inputs that are no images.
     drawn = network_input.drawn_calls(network)
     if drawn is None:
         return network_input.size(network)
@@ -215,8 +220,8 @@ def _networks(
     torch.manual_seed(0)
     model = opening.open(name, device=str(device))
     if opening.weights == "random":
-        # In a fresh network a last gamma of 0 may switch a residual branch off. The comparison of
-        # answers could then not see a fault in the branch, so the branches are switched on.
+        # In an untrained network, a last gamma of 0 may switch a residual branch off. A comparison
+        # of outputs would not show a fault in such a branch, so all branches are switched on.
         model = block_signals.awake(model)
 
     # The last conversion names the network's form.
@@ -268,7 +273,7 @@ def _print(model: str, body: Body) -> None:
 
 
 def _print_batch(title: str, rows: list[Body]) -> None:
-    """Print the times at one batch size, and what was not timed."""
+    """Print the times at one batch size, and why the others were not timed."""
     timed = []
     untimed = []
     for row in rows:

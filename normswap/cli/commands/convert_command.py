@@ -114,7 +114,7 @@ class Fitting:
             raise OptionError("--samples without --calibrate", "no images are read")
 
     def record(self, model: nn.Module, progress: Callable[[int, int], None]) -> Network:
-        """Return the record of a network with the images to fit values to.
+        """Return a `Network` that holds the module and the images to fit values to.
 
         Args:
             model: The network to convert.
@@ -161,7 +161,7 @@ def left_out_of_help(words: Sequence[str]) -> set[str]:
     Args:
         words: The words of the command line. Without --to no scheme's options are shown.
     """
-    # Of several the last one counts, as in the parser.
+    # If --to is typed several times, the last one counts, as in the parser.
     values = values_typed("--to", words)
     named = values[-1] if values else ""
     options = schemes.all_options().values()
@@ -178,6 +178,7 @@ def run(
     json: Json = False,
 ) -> int:
     """Convert a network, verify the result, save it."""
+    # Check what is asked for, before anything is opened.
     values = {
         **vars(options),
         "only": request.only,
@@ -196,6 +197,7 @@ def run(
     if request.plan is not None:
         atomic_write.check_writable(request.plan, force=request.force)
 
+    # Convert, by a plan from a file or to a scheme. A dry run only plans.
     net = opening.open(model, device=fit.device)
     from normswap.analysis import summary
     from normswap.storage import checkpoint
@@ -212,8 +214,10 @@ def run(
         else:
             converted = conversion.convert(fit.record(net, progress), scheme, **asked)
             bodies = summary.of_conversion(converted, scheme)
+            # The network may have been converted before. Its plan ends with the steps of today.
             steps = converted.plan.steps[-converted.steps :]
 
+    # Write the network and the plan.
     if converted is not None and not request.dry_run:
         with working(f"writing {directory}"):
             checkpoint.save(converted, directory, force=request.force)
@@ -235,22 +239,29 @@ def run(
 
 
 def _requested_plan(request: Request, asked: schemes.Options) -> Plan | None:
-    """Return the plan of --from-plan, or None after a check of the options that make one.
+    """Return the plan of --from-plan. Without --from-plan, check the target and return None.
 
     Args:
         request: The target and the files.
         asked: The options that are given, by name.
+
+    Raises:
+        OptionError: The target does not exist or does not take the options, or --from-plan is given
+            with options that the plan itself says.
+        PlanError: The file is no plan, or has no edits.
     """
     file = request.from_plan
     if file is None:
         _check_target(request, asked)
         return None
 
-    others = [flag(name) for name in asked]
+    stated_by_plan = [flag(name) for name in asked]
     if request.to:
-        others.append("--to")
-    if others:
-        raise OptionError(f"{' and '.join(others)} cannot go with --from-plan", "the plan says it")
+        stated_by_plan.append("--to")
+    if stated_by_plan:
+        raise OptionError(
+            f"{' and '.join(stated_by_plan)} cannot go with --from-plan", "the plan says it"
+        )
 
     plan = Plan.from_file(file)
     if not any(step.edits for step in plan.steps):
@@ -259,16 +270,24 @@ def _requested_plan(request: Request, asked: schemes.Options) -> Plan | None:
 
 
 def _check_target(request: Request, asked: schemes.Options) -> None:
-    """Check the target and its options before the network is opened."""
+    """Check the target and its options before the network is opened.
+
+    Args:
+        request: The target and the files.
+        asked: The options that are given, by name.
+
+    Raises:
+        OptionError: There is no target, or it does not take the options.
+    """
     if request.to is None:
         remedy = f"Give --to {'|'.join([*schemes.names(), 'unfold'])}, or --from-plan FILE"
         raise OptionError("nothing says what to convert to", remedy=remedy)
 
     if request.to == "unfold":
-        given = "--dry-run" if request.dry_run else "--plan"
+        refused = "--dry-run" if request.dry_run else "--plan"
         if request.dry_run or request.plan is not None:
             raise OptionError(
-                f"unfold takes no {given}", "it reverses the plan that the checkpoint holds"
+                f"unfold takes no {refused}", "it reverses the plan that the checkpoint holds"
             )
         return
 
@@ -280,13 +299,15 @@ def _check_target(request: Request, asked: schemes.Options) -> None:
 def _planned(
     model: nn.Module, scheme: str, asked: schemes.Options, *, measured: bool
 ) -> tuple[tuple[Step, ...], list[Body]]:
-    """Return the steps that a conversion would take, and the record of each; nothing is done.
+    """Return the steps that a conversion would take, and each one's record for --json.
+
+    Nothing is converted.
 
     Args:
         model: The network.
         scheme: The target.
         asked: The options that are given, by name.
-        measured: Whether images to fit values to are given.
+        measured: Whether there are images to fit values to.
     """
     from normswap.analysis import summary
     from normswap.surgery import conversion
@@ -309,12 +330,16 @@ def _carry_out(
         name: The network's name, as its user typed it.
 
     Returns:
-        All steps as one conversion, and the record of each step.
+        All steps as one conversion, and each step's record for --json.
+
+    Raises:
+        PlanError: A step does not fit the network, or gives a network that does not run.
     """
     from normswap.analysis import summary
     from normswap.surgery import conversion, edited_plans
     from normswap.surgery.carrying_out import carry_out
 
+    # A plan of another network may fit this one. If it does not, the error says so.
     source = network
     conversions: list[Conversion] = []
     elsewhere = ""
@@ -322,6 +347,8 @@ def _carry_out(
         elsewhere = f"{origin} was made for {plan.made_for}; this is {name}"
         remark([elsewhere])
 
+    # The plan may have been edited by hand, so each step is checked. What its edits mean for the
+    # norms is found out anew.
     for step in plan.steps:
         edited_plans.check(step)
         try:

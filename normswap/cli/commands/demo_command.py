@@ -14,7 +14,7 @@ _COLUMNS = ("network", "norms", "parameters", "top-1", "agreement", "relative L2
 def run(json: Json = False) -> int:
     """Convert a shipped network; measure it before and after.
 
-    Offline, in seconds. The exit code is 1 if any figure disagrees.
+    Offline, in seconds. The exit code is 1 if a converted network answers unlike its source.
     """
     with working("starting") as progress:
         from normswap.reporting import demo

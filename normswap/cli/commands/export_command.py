@@ -111,11 +111,17 @@ class Int8:
     ] = None
 
     def parts(self, images: Checked, model: nn.Module) -> tuple[Loader, Loader]:
-        """Return the images to calibrate on, and the images to measure the cost on."""
+        """Return the images to calibrate int8 on, and the images to measure its cost on.
+
+        Args:
+            images: The options of --data.
+            model: The network that the images are prepared for.
+        """
         from normswap.images.datasets import calibration_images, split_for_calibration
 
         place = replace(images, data=self.calibrate, samples=None, split="train")
         whole = place.loader(model, labelled=None)
+        # Without images of another place, those of --calibrate serve for both, each for one.
         if images.data in (None, self.calibrate):
             most = images.samples or _MEASURED
             return split_for_calibration(whole, self.calibrate_samples, most=most)
@@ -194,6 +200,7 @@ def _next_command(exported: Exported, words: list[str]) -> list[object]:
 
 
 def _print(body: Body) -> None:
+    # The files that lie beside the exported one.
     beside = " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
     count = "images" if body["dynamic_batch"] else "one image"
     rows = [
@@ -215,7 +222,7 @@ def _print(body: Body) -> None:
 
 
 def _figure_rows(body: Body) -> list[tuple[str, str]]:
-    """Return the rows that say how far the file is from its source."""
+    """Return the printed rows, as (name, value), that say how far the file is from its source."""
     figures = body["figures"]
     distance = f"{figures['relative_l2']:.1e} of the answers"
     if not body["quantized"]:

@@ -84,6 +84,7 @@ def run(
     """
     from normswap.training import recipe_files
 
+    # A run that is continued has its recipe in its folder.
     if not recipe and training.resume and output is not None and (output / "recipe.yaml").is_file():
         recipe = str(output / "recipe.yaml")
     if not recipe:
@@ -97,6 +98,7 @@ def run(
     from normswap.training import assembly
     from normswap.training.engine import finetune
 
+    # Only the first of several processes prints.
     assembly.read_slurm()
     is_first = os.environ.get("RANK", "0") == "0"
     name = model or (plan.model.name if plan.model else "")
@@ -113,6 +115,7 @@ def run(
             )
         raise
 
+    # The network itself is no value of --json.
     if is_first:
         body = {"output": folder, **vars(result)}
         network = body.pop("model")

@@ -67,7 +67,10 @@ def _print(body: Body) -> None:
 
 
 def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
-    """Yield the rows of the blocks' table; neighbours in a stage that look alike make one row."""
+    """Yield the rows of the blocks' table.
+
+    Blocks of one stage that follow one another and look alike make one row.
+    """
     # The stage, which is not shown, keeps blocks of two stages in rows of their own.
     for (_, skip, order, norms, *inside), group in groupby(blocks, _looks):
         alike: list[Body] = list(group)
@@ -81,7 +84,12 @@ def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
 
 
 def _looks(block: Body) -> tuple[object, ...]:
-    """Return the stage of a block and what its row shows, except for the name and alpha."""
+    """Return what must be equal in two blocks that share a row: their stage, skip, norms and more.
+
+    Name and alpha may differ.
+    """
+    # A module with several residual sums has the blocks `layer1.0`, `layer1.0+2`, ... The paths of
+    # the layers inside are shown without that of the module.
     home = block["path"].partition("+")[0]
     inside = []
     for name in ("last", "gate", "drop_path"):

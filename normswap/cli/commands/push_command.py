@@ -69,7 +69,7 @@ def run(
 
 
 def _measured(directory: Path, images: Images, *, trust_factory: bool) -> Accuracy:
-    """Return top-1 of the network in a directory on the images that the user has named.
+    """Return top-1 of the network in a directory on images, for the model card.
 
     Args:
         directory: The directory, which `normswap convert` wrote.
@@ -89,6 +89,7 @@ def _measured(directory: Path, images: Images, *, trust_factory: bool) -> Accura
     with bar(f"evaluating {directory}") as progress:
         measured = evaluate(model, loader, progress=progress)
 
+    # A dataset of the hub is named hfds/OWNER/NAME, perhaps with a folder: hfds/OWNER/NAME:ROOT.
     data = str(images.data)
     prefix, _, dataset = data.partition(":")[0].partition("/")
     if prefix not in ("hfds", "hfids"):

@@ -102,12 +102,14 @@ def run(
     directory = output or Path(f"{last_part(model)}-recalibrated")
     network_folder.check_writable(directory, force=force)
 
+    # The statistics that are replaced may be broken, so the network is opened with them.
     net = opening.open_damaged(model, device=images.device)
     from normswap.analysis import summary
     from normswap.calibration.checked_batches import first_images
     from normswap.storage import checkpoint
     from normswap.surgery.recalibration import changed_answers, recalibrate
 
+    # The options on how images are prepared hold for each source, too.
     sources = []
     for name in before.against or ():
         sources.append(opening.state(open_model(name, device=images.device)))
@@ -126,6 +128,7 @@ def run(
         )
     checkpoint.save(recalibrated, directory, force=force)
 
+    # Compare the answers before and after, on a few of the images.
     with working("comparing answers"):
         calls = first_images(net, loader, _COMPARED)
         answers = changed_answers(net, recalibrated.model, calls)

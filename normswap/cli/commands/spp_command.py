@@ -42,7 +42,7 @@ class ImagesOrNoise(Images):
     samples: Annotated[int, Option(min=1, metavar="N", help="Take this many images.")] = 16
 
     def calls(self, model: nn.Module, seed: int) -> tuple[list[Example], str]:
-        """Return the calls that the network is run on, and their description.
+        """Return the inputs that the network is run on, as calls, and a description of them.
 
         Args:
             model: The network.
@@ -102,11 +102,14 @@ def run(
     network_input.require_seed(seed)
     curves: dict[str, list[Point]] = {}
     inputs: dict[str, str] = {}
+    # In a network with random weights, residual branches may start from zero (`awake` switches them
+    # on), and running statistics are not measured yet, so those of the batch are taken.
     is_random = opening.weights == "random"
     for source in models:
         torch.manual_seed(seed)
         model = opening.open(source, device=images.device)
         name = last_part(source)
+        # Two MODELs may end with the same name.
         if name in curves:
             name = f"{name} ({len(curves) + 1})"
         calls, inputs[name] = images.calls(model, seed)

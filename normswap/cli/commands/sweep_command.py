@@ -79,6 +79,7 @@ def run(
     """
     from normswap.training import recipe_files, sweep as sweeps
 
+    # Check the words before torch is imported.
     if not varied.lr:
         raise OptionError(
             "--lr is not given", "a sweep compares learning rates", "For example: --lr 0.05,0.1"
@@ -100,6 +101,7 @@ def run(
 
     from normswap.training import training_images
 
+    # Train until no run waits. All workers must be started for the same MODEL.
     training_images.require_validation(plan.data)
     folder = output or Path(f"sweep-{Path(recipe).stem}")
     points = list(itertools.product(rates, range(seeds)))
@@ -108,6 +110,7 @@ def run(
     with training_bar() as (progress, say):
         finished = sweep.work(trainer(model, opening, device, progress), progress=say)
 
+    # Sum up the runs of all workers.
     trials = sweep.trials()
     lines = sweeps.lines(trials, seeds, counted)
     rows = [asdict(trial) for trial in trials]
@@ -123,6 +126,7 @@ def run(
         "done": finished,
         "files": [atomic_write.table(folder / "runs.csv", columns, rows)],
     }
+    # The command that is printed last repeats the words that were typed.
     typed = list(overrides)
     if model:
         typed = [*opening.words(model), *overrides]

@@ -92,10 +92,13 @@ def run(
     else:
         body = _of_file(file, against, images, opening)
 
+    # The agreement was measured on images, or on a file. Otherwise there is none.
     measured = body.get("data") or body.get("figures") or {}
     body["enough"] = compared.enough(measured.get("agreement"))
     is_good = body["passed"] and body["enough"] and not _departed(body) and not _unproved(body)
 
+    # The next step for a good network is its export. A good file is timed beside its source if it
+    # takes images, and else inspected.
     trust = trust_flag(opening.trust_factory)
     filled = ["--weights", opening.weights] if fills else []
     next_command = ["export", directory, *filled, *trust, "-o", f"{last_part(str(directory))}.onnx"]
@@ -123,6 +126,7 @@ def _of_directory(
         opening: How `against` is opened. Without `against`, its weights file fills the network.
         compiled: Whether the network is also compared with itself under torch.compile.
     """
+    # Without --against, the options can only be --weights FILE, which fills the network.
     with working(f"loading {directory}"):
         from normswap.analysis import summary
         from normswap.models import devices
@@ -139,12 +143,14 @@ def _of_directory(
             images.device,
         )
 
+    # Open the source.
     name = against or reverification.recorded(result, directory)
     if against:
         source = opening.open(against, device=images.device)
     else:
         source = _recorded_source(name, result, images.device)
 
+    # Compare on noise, and find the first layer that is off.
     with working("comparing"):
         network = Network(source)
         report = reverification.again(network, result)
@@ -154,6 +160,8 @@ def _of_directory(
             report = replace(report, exact=False, passed=True, unproved="")
         apart = reverification.first_converted_layer_apart(network, result, report)
 
+    # Compare on images. A network that gives features has no classes, so labels are not read. For
+    # others they are read if there are any.
     loader = None
     data = None
     if images.data is not None:
@@ -170,6 +178,7 @@ def _of_directory(
         "source_unchanged": None if against else reverification.unchanged(source, result),
         "compiled": None,
     }
+    # What is printed as the place is the first layer that is off in either comparison.
     if compiled:
         body["compiled"], departure = _compare_compiled(result, loader)
         apart = apart or departure
@@ -211,7 +220,8 @@ def _compare_compiled(
 
     Args:
         result: The network.
-        loader: Batches of which the first is the example. None takes the network's own example.
+        loader: Batches of images. The first one is the input of the comparison. With None it is
+            the network's own example.
 
     Returns:
         A record for each output and gradient, and the first layer that departs, or None.
@@ -313,7 +323,7 @@ def _print_report(body: Body, compared: tuple[tuple[str, object], ...]) -> None:
 
 
 def _print_data(data: Body) -> None:
-    """Print what was measured on images."""
+    """Print what was measured on images: top-1 of both networks, distance and agreement."""
     top1 = None
     if "source" in data:
         top1 = f"{data['source']:.2f} % -> {data['result']:.2f} %"
@@ -330,7 +340,7 @@ def _print_data(data: Body) -> None:
 
 
 def _conclusion(body: Body) -> str:
-    """Return the last line: the verdict, a warning, or why it is wrong."""
+    """Return the last line that is printed: the verdict, with the place of an error, if any."""
     place = f", {body['place']}" if body["place"] else ""
     if unproved := _unproved(body):
         return f"NOT PROVED: {unproved}"
@@ -340,6 +350,7 @@ def _conclusion(body: Body) -> str:
         return f"WRONG: under torch.compile the {departed} differs from eager mode{place}"
     if not body["enough"]:
         return tables.TOO_LITTLE + place
+    # The result passes, and yet a layer in it is off.
     if place:
         return f"warning: rounding does not explain all of it{place}"
 
@@ -354,12 +365,17 @@ def _conclusion(body: Body) -> str:
 
 
 def _unproved(body: Body) -> str:
-    """Return why nothing proves the result, or an empty text."""
+    """Return why nothing proves the result. The text is empty if it is proved, or is wrong.
+
+    Args:
+        body: The record of the command.
+    """
     measured = body.get("figures") or body.get("report") or {}
     if measured.get("unproved"):
         return str(measured["unproved"])
     if not body["passed"] or _departed(body):
         return ""
+    # A deviation above what is allowed, which `_departed` has not found to be wrong, is unproved.
     for deviation in body.get("compiled") or ():
         if deviation["relative_l2"] > deviation["allowed"]:
             return (
@@ -370,9 +386,12 @@ def _unproved(body: Body) -> str:
 
 
 def _departed(body: Body) -> str:
-    """Return the output or gradient that is off by more than is allowed, or an empty text."""
+    """Return the output or gradient that is wrong under torch.compile, or an empty text.
+
+    It is off by more than is allowed, and by more than rounding may explain.
+    """
     for deviation in body.get("compiled") or ():
-        # A deviation that is NaN is too large as well.
+        # `not a <= b` counts NaN as too large.
         if not deviation["relative_l2"] <= max(deviation["allowed"], deviation["rounding"]):
             return str(deviation["what"])
     return ""
