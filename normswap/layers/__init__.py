@@ -4,7 +4,7 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Return `affine`, which stands in `sites` now: programs of before import it from here."""
+    """Return the module `sites.affine` for the name `affine`, as older programs import it."""
     if name == "affine":
         from normswap.sites import affine
 

@@ -60,14 +60,19 @@ KINDS[ChannelLayerNorm] = at_each_position(1)
 
 
 class BareNorm(PlannedLayer):
-    """A LayerNorm or RMSNorm of the same class, without gamma and beta.
+    """Builds a LayerNorm or RMSNorm of the same class without gamma and beta.
 
-    A norm of a user's own class becomes torch's LayerNorm, or one of the classes above.
+    A norm that a user wrote becomes torch's LayerNorm, a `ChannelLayerNorm` or a `ShiftedRMSNorm`.
     """
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> nn.Module:
-        """Return the norm without gamma and beta."""
+        """Return a norm that computes what `old` does, without gamma and beta.
+
+        Args:
+            old: A LayerNorm or RMSNorm over the channels.
+            like: Not used, since the new norm has no tensors.
+        """
         kind = kind_of(old)
         # An eps in the record of the class was measured, so the norm is a hand-written one.
         if kind is not None and kind.eps is not None:
@@ -81,7 +86,7 @@ class BareNorm(PlannedLayer):
 
     @staticmethod
     def _of_known_class(old: nn.Module, eps: float, *, centres: bool) -> nn.Module:
-        """Return the bare norm for a hand-written one.
+        """Return the norm of torch's or of this file that takes the place of a hand-written one.
 
         Args:
             old: The hand-written norm.
@@ -132,6 +137,7 @@ class RMSNorm(PlannedLayer):
         # The norm gets the dtype and device of the old gamma, if there was one.
         new.to(like if weight is None else weight.detach()[:0])
 
+        # gamma, and beta if it stays.
         for name in ("weight", "bias"):
             new_tensor = getattr(new, name, None)
             old_tensor = getattr(old, name, None)

@@ -48,6 +48,8 @@ class ChannelAffine(PlannedLayer, OwnLayer):
             recorded: Further records of the norm. They are not used.
         """
         act = affine.copied_activation(old)
+        # A norm that is gone may have left a scale and shift. If it left nothing, the new layer is
+        # the identity, with as many channels as the record of the norm has.
         has_map = isinstance(old, OwnLayer) and old.PER_CHANNEL
         if mean and not has_map:
             ones = torch.ones(len(mean)).to(like)

@@ -51,7 +51,9 @@ class DynamicTanh(PlannedLayer, OwnLayer):
     def replacing(
         cls, old: nn.Module, *, like: Tensor, alpha: float, lead: bool = False
     ) -> nn.Module:
-        """Return the layer with gamma' and beta of a BatchNorm.
+        """Return the Dynamic Tanh that fits a BatchNorm best, as a layer for standardized input.
+
+        It has the BatchNorm's beta, and the BatchNorm's gamma times `gain`.
 
         Args:
             old: The BatchNorm.
@@ -105,7 +107,11 @@ class Straight(PlannedLayer):
 
 @functools.cache
 def gain(alpha: float) -> float:
-    """Return E[u tanh(alpha u)] / E[tanh(alpha u)^2] for u of N(0, 1), by the trapezoidal rule."""
+    """Return the factor g with which g tanh(alpha u) fits u of N(0, 1) best, in mean square.
+
+    g = E[u tanh(alpha u)] / E[tanh(alpha u)^2]. Both integrals are computed by the trapezoidal
+    rule.
+    """
     # The density needs no constant in front, because the quotient cancels it. Outside of [-12, 12]
     # it is negligible.
     u = torch.linspace(-12, 12, 4801, dtype=torch.float64)
@@ -115,7 +121,7 @@ def gain(alpha: float) -> float:
 
 
 def gains(alpha: float, factors: Tensor) -> Tensor:
-    """Return the `gain` of each channel, (C,).
+    """Return the `gain` of each channel, (C,), if the channels are also multiplied by factors.
 
     Args:
         alpha: The factor inside the tanh.
@@ -128,7 +134,7 @@ def gains(alpha: float, factors: Tensor) -> Tensor:
 def _standardization(norm: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (scale, offset, gamma, beta) of a BatchNorm, each (C,) in float64.
 
-    Scale and offset lead from x to x^ = (x - mean) / sqrt(var + eps).
+    The norm is y = gamma x^ + beta with x^ = scale x + offset = (x - mean) / sqrt(var + eps).
     """
     slope, shift = affine.read_map(norm)
     mean, var = affine.statistics(norm)

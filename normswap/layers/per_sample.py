@@ -154,7 +154,15 @@ class Recentred(PlannedLayer):
         eps: NotNegative | None = None,
         lead: bool = False,
     ) -> nn.Module:
-        """Return the BatchNorm. Its arguments are documented at `GroupNorm.replacing`."""
+        """Return a copy of the BatchNorm that computes what it did, now from the rescaled input.
+
+        Args:
+            old: The BatchNorm.
+            like: An empty tensor with the model's dtype and device.
+            groups: The number of groups that are brought to one variance.
+            eps: Not None if the input is rescaled. The value is not used.
+            lead: Whether a `ChannelAffine` in front of the norm rescales the input.
+        """
         # A registered norm may lack a BatchNorm's tensors, so a BatchNorm takes its place.
         if affine.is_registered(old):
             new: Any = SiteNorm.replacing(old, like=like)

@@ -58,7 +58,7 @@ class Chain(Holder):
         self.then = then
 
     def forward(self, x: Tensor) -> Tensor | float:
-        """Map (N, C, ...) to the output of `then`. `merged.Zero` returns the number 0."""
+        """Map (N, C, ...) to the output of `then`: a tensor, or the number 0 of a `merged.Zero`."""
         output: Tensor | float = self.then(self.inner(x))
         return output
 

@@ -38,7 +38,8 @@ class PlannedLayer:
     weights.
 
     Attributes:
-        CASTS: Whether `replacing` returns float64 from any dtype when `like` is float64.
+        CASTS: Whether `replacing` returns a float64 layer if `like` is float64, whatever the dtype
+            of `old` is.
         NAMES: The (old, new) names of tensors that are renamed while they stay at the path.
         TENSORS: Whether the layer replaces a parameter and not a module.
         KEEPS_NORM: Whether a norm stands at the path afterwards.

@@ -216,7 +216,8 @@ def plain(module: Linearity) -> Linearity:
     twin = copying.duplicate(module, {}).double().eval()
     weight_and_bias = _computed_tensors(twin)
 
-    # The constructors of these classes differ, so the attributes are moved to a bare instance.
+    # The constructors of these classes differ, so the attributes are moved to a bare instance. The
+    # hook with which torch's weight norm reads older checkpoints is left out.
     kind = plain_class(twin)
     new = kind.__new__(kind)
     for name, value in vars(twin).items():

@@ -38,7 +38,7 @@ class Record(TypedDict, total=False):
 
 
 class KnownMoments(TypedDict, total=False):
-    """The keywords of `SiteNorm.replacing` on the known statistics of a norm that is put back.
+    """Keyword arguments of `SiteNorm.replacing`: what is known of a norm that is put back.
 
     Args:
         mean: The mean of each channel.

@@ -70,7 +70,10 @@ STANDARDIZED = (ScaledStdConv2d, ScaledStdConv2dSame, Standardized)
 
 
 class MeanStdConv2d(Standardized, ScaledStdConv2d):
-    """timm's `ScaledStdConv2d` with one more parameter: `mean` (O,) of its filters, scaled."""
+    """timm's `ScaledStdConv2d` with one more parameter: `mean` (O,), which is added to its filters.
+
+    It is stored times sqrt(fan_in).
+    """
 
     def __init__(self, *args: Any, same_pad: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,6 +95,8 @@ def set_effective(conv: nn.Module, weight: Tensor) -> None:
 
     A convolution without the parameter `mean` computes with `weight` minus the mean of each filter.
     """
+    # The layer computes with gain scale (w - mean w) / sqrt(var w + eps) per filter, plus the
+    # parameter `mean` times scale.
     layer = cast(StandardizedTensors, conv)
     weight = weight.double()
     within_filter = tuple(range(1, weight.ndim))
@@ -160,9 +165,9 @@ class StandardizedConv(PlannedLayer):
             mean: Whether each filter keeps its mean as one more parameter.
             padding: The padding of a convolution with a forward of its own
                 (`own_forwards.even_padding`). None means the padding that `old` states.
-            gamma: None keeps the function. A number builds a fresh convolution instead: its weight
-                is the folded one as it is, its gains are 1, and the number, a constant factor of
-                each filter, is the gamma of the activation in front of it.
+            gamma: None sets gains and means so that the function is kept. A number is for a fresh
+                network: the weight is the folded one as it is, the gains are 1, and every filter is
+                multiplied by the number, which is the gamma of the activation in front.
             fold_options: Options of `folded`.
         """
         conv = folded(old, reads, like=like, **fold_options)

@@ -38,12 +38,14 @@ class WeightNorm(PlannedLayer):
             like: An empty tensor of the model's dtype. If that is float64, so is the result.
             fold_options: The options of `folded`.
         """
+        # The 2-norm of each filter, and the filter itself or a direction in place of zeros.
         new = folded(old, reads, like=like, **fold_options)
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
         norm = torch.norm_except_dim(weight.double(), 2, filter_dim)
         direction = _direction(old, weight, norm == 0, filter_dim)
 
+        # torch stores g as `original0` and v as `original1`.
         parametrizations.weight_norm(new, dim=filter_dim)
         new.get_parameter("parametrizations.weight.original0").copy_(norm)
         new.get_parameter("parametrizations.weight.original1").copy_(direction)
@@ -101,9 +103,9 @@ def _filter_dim(layer: nn.Module) -> int:
 
 
 def _direction(old: Linearity, weight: Tensor, dead: Tensor, filter_dim: int) -> Tensor:
-    """Return the weight with a nonzero filter in place of each dead one.
+    """Return the weight with a nonzero filter in place of each filter of zeros.
 
-    A dead filter becomes what it was before folding, or ones if it was zero before folding.
+    The filter is the one before folding, or ones if that was zero, too.
 
     Args:
         old: The layer before folding.

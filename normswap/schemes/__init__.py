@@ -51,10 +51,11 @@ def register_scheme(name: str, scheme: Scheme) -> Scheme:
 
     # A record without options or a summary gets them from the plan function: an option from each
     # keyword-only argument, and the summary from the docstring's first line.
-    keywords = [
-        p for p in inspect.signature(scheme.plan).parameters.values() if p.kind is p.KEYWORD_ONLY
-    ]
-    options = tuple(Option(p.name, _kind_of(p.default), p.default) for p in keywords)
+    parameters = inspect.signature(scheme.plan).parameters.values()
+    keywords = [keyword for keyword in parameters if keyword.kind is keyword.KEYWORD_ONLY]
+    options = tuple(
+        Option(keyword.name, _kind_of(keyword.default), keyword.default) for keyword in keywords
+    )
     summary = scheme.summary or (inspect.getdoc(scheme.plan) or name).split("\n")[0]
     _registered[name] = replace(
         scheme, name=name, options=scheme.options or options, summary=summary
@@ -79,14 +80,16 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Scheme:
-    """Return the scheme, purpose or step of that name.
+    """Return the record of a scheme, by its name.
+
+    It names a target (`--to`), a purpose (`--for`), or a step that a conversion adds by itself.
 
     Raises:
         OptionError: There is none of that name. The message lists the names.
     """
-    own = {**TARGETS, **PURPOSES, **STEPS}
-    if name in own:
-        return replace(own[name], name=name)
+    shipped = {**TARGETS, **PURPOSES, **STEPS}
+    if name in shipped:
+        return replace(shipped[name], name=name)
     if name not in names():
         raise _unknown(name)
     return _registered[name]

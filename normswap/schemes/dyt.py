@@ -28,8 +28,9 @@ def plan(anatomy: Anatomy, *, bend: float) -> PlanBuilder:
         conv = conv_before(builder, site)
         args: Body = {"alpha": float(bend)}
         sentence = "becomes a Dynamic Tanh"
-        # If the convolution before cannot absorb mean and deviation, a scale and shift in front of
-        # the tanh (`lead`) holds them.
+        # The input of the tanh is standardized by the BatchNorm's mean and deviation. The
+        # convolution before it absorbs them (`Whitened`). If it cannot, a scale and shift in front
+        # of the tanh (`lead`) holds them.
         if conv is None:
             args["lead"] = True
             sentence += " behind a scale and shift"
@@ -49,6 +50,7 @@ def fit(task: FitTask) -> None:
     Args:
         task: The source, the result and the images.
     """
+    # The network after the same step, but without the tanh, computes what the source does.
     target = task.after(fitting_target(task.step))
     choose_factors(target, task.result, task.step, task.example, task.batches or ())
 

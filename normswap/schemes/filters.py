@@ -36,8 +36,8 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str
             drops it and fits the filters again.
         stem: The same for the filters of the first convolution.
         depthwise: The same for depthwise filters.
-        init: Whether the weights are kept (`keep`), or a fresh network starts as the paper's does
-            (`reset`), without any means.
+        init: `keep` keeps the weights. `reset` starts a fresh network as the paper does, without
+            any means.
 
     Raises:
         OptionError: Means are to be kept and reset.
@@ -90,6 +90,7 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         depthwise: The same for depthwise filters. Such a filter reads a single channel. Without the
             filter's own mean, the channel's mean would be lost.
     """
+    # The paths of the layers inside gates (squeeze and excitation) begin with one of these.
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
 

@@ -37,6 +37,7 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
     """
     check_blocks(anatomy)
 
+    # `zeros` leaves out component 2 of the paper's reset, and `scaled` leaves out component 1.
     builder = fold_norms(anatomy)
     starts_anew = init != "keep"
     if starts_anew:
@@ -125,6 +126,7 @@ def _drop_channel_biases(builder: PlanBuilder) -> None:
     The classifier keeps its bias, as in the paper, and so do the layers of gates (squeeze and
     excitation), of which the paper says nothing.
     """
+    # The paths of the layers inside gates begin with one of these.
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
     for path, linear in builder.linears.items():
@@ -158,12 +160,13 @@ def _before_activation(builder: PlanBuilder, site: Site) -> bool:
 
 
 def _reset(builder: PlanBuilder, *, zeros: bool, scaled: bool) -> None:
-    """Plan the paper's initialization as factors of the weights.
+    """Plan the paper's initialization: weights are multiplied by 0, or by a power of the depth.
 
     Args:
         builder: The plan in the making.
-        zeros: Whether component 1 is applied: the last layers of branches, and the classifier.
-        scaled: Whether component 2 is applied: the other layers of branches.
+        zeros: Whether component 1 is applied: the last layer of each branch, and the classifier,
+            become 0.
+        scaled: Whether component 2 is applied: the other layers of each branch are scaled.
     """
     anatomy = builder.anatomy
     for block in anatomy.included_blocks:
@@ -198,7 +201,7 @@ def _branch(anatomy: Anatomy, block: Block, last: str) -> list[str]:
     # is not the branch is the skip.
     traced = anatomy.traced
     convolutions = []
-    skip = next(arm for arm in block.total.all_input_nodes if arm is not block.branch)
+    skip = next(term for term in block.total.all_input_nodes if term is not block.branch)
     node: fx.Node | None = traced.calls[id(traced.modules[last])][0]
     while node is not None and not traced.depends(skip, on=node):
         if isinstance(traced.module(node), LINEAR):

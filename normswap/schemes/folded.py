@@ -42,7 +42,8 @@ def plan_merged(anatomy: Anatomy) -> PlanBuilder:
         _merge(builder, merge)
         into.update(dict.fromkeys(merge.others, merge.main))
 
-    # A merged norm has an outcome that tells it. A convolution has none, so this note tells it.
+    # The user reads what becomes of a norm in its outcome. A convolution has none, so a note names
+    # the convolutions that are merged.
     merged = [
         f"{path} (into {main})" for path, main in into.items() if path not in builder.outcomes
     ]
@@ -72,6 +73,8 @@ def _merge(builder: PlanBuilder, merge: branches.Branches) -> None:
     if merge.after is not None:
         reads = [*reads, merge.after]
         takes = [*takes, Absorption(AbsorbMode.AFTER)]
+        # The map s x + t behind the sum also multiplies the terms that are the input itself.
+        # `Merged` needs their number to make up for that.
         args["skips"] = merge.skips
         builder.remove(merge.after)
 

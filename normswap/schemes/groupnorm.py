@@ -85,6 +85,7 @@ def plan(
             times the average is divided by sqrt((r + d^2) / (r + 1)) times what an average sample
             is divided by.
     """
+    # The number of groups of each new norm, by its path.
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     counts: dict[str, int] = {}
     for path, site in norms.items():
@@ -94,7 +95,7 @@ def plan(
             counts[path] = site.channels
         else:
             wanted = max(site.channels // group_size, 1) if group_size else groups
-            counts[path] = _count(builder, path, site.channels, wanted)
+            counts[path] = _group_count(builder, path, site.channels, wanted)
 
     # A plan with refusals is not carried out, so it needs no edits.
     if builder.refusals:
@@ -153,7 +154,7 @@ def _note_on_eps(relative_eps: float) -> str:
     )
 
 
-def _count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
+def _group_count(builder: PlanBuilder, path: str, channels: int, groups: int) -> int:
     """Return the number of groups of a norm, and note it if it is not the wanted one.
 
     Args:

@@ -55,7 +55,8 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
         """Keep a BatchNorm that takes its statistics as wanted, and replace any other."""
         path = site.path
         module = site.module
-        # With `dims` a `SiteNorm` becomes torch's own BatchNorm, which has no ghost batches.
+        # `SiteNorm` is normswap's own BatchNorm. With `dims` it becomes torch's BatchNorm, which
+        # has no ghost batches.
         dims = {} if ghost_batch else dimensions(anatomy, path)
 
         # Only a `SiteNorm` can have ghost batches. One that needs none is replaced by torch's own
@@ -70,6 +71,7 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
         if has_same_ghosts and uses_batch and not site.is_registered:
             builder.settle(path, KEPT)
         else:
+            # Eps, momentum and the number of batches are those of the norm in the source network.
             settings = _settings(anatomy, anatomy.original_path(path))
             builder.replace(path, "SiteNorm", **ghost, **settings, **dims)
             sentence = f"statistics over {ghost_batch or 'all'} samples"
@@ -180,11 +182,11 @@ def _folding(anatomy: Anatomy) -> dict[str, str]:
 
 # A function that plans what becomes of a BatchNorm that still stands, given the plan in the making
 # and the norm's site.
-Wish = Callable[[PlanBuilder, Site], None]
+PlanNorm = Callable[[PlanBuilder, Site], None]
 
 
-def insert_norms(anatomy: Anatomy, layer: str, keep: Wish, **args: object) -> PlanBuilder:
-    """Plan a layer at every place that has, or had, a norm.
+def insert_norms(anatomy: Anatomy, layer: str, keep: PlanNorm, **args: object) -> PlanBuilder:
+    """Return the plan that places a layer wherever the network has, or once had, a norm.
 
     Args:
         anatomy: The recorded network. What can fold is folded, except its BatchNorms.

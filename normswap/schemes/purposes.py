@@ -121,7 +121,7 @@ def _refuse_statistics(builder: PlanBuilder, path: str, site: Site) -> None:
 
 
 def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Refuse a recurrent or attention layer of torch and name Opacus' own layer."""
+    """Refuse a recurrent or attention layer of torch that learns, and name Opacus' own layer."""
     if not any(parameter.requires_grad for parameter in nn.Module.parameters(module)):
         return
     for kind, layer in _OPACUS_LAYERS.items():
@@ -136,7 +136,8 @@ def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Refuse a layer that learns and holds buffers.
 
-    A parametrized layer without learning parameters of its own gets a bias.
+    A layer whose weight is parametrized, as by weight normalization, may have no learning parameter
+    of its own. It gets a bias.
     """
     if not site_of(module).learns:
         if parametrize.is_parametrized(module):

@@ -85,7 +85,8 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
     for block, (a, b) in zip(anatomy.blocks, factors, strict=True):
         if not anatomy.takes_part(block.path):
             continue
-        # `attempt` takes back what was planned for a block that is then refused.
+        # In a fresh network (`reset`) no weights are divided by the factors. `attempt` takes back
+        # what was planned for a block that is then refused.
         try:
             with attempt(builder):
                 scale = _scale_freely if resets else _scale
@@ -229,7 +230,7 @@ def _divisor_of_skip(builder: PlanBuilder, block: Block, divisors: dict[fx.Node,
         divisors: The number by which the residual stream is divided, at each sum so far.
     """
     # The search goes up the skip, which is the term of the sum that is not the branch.
-    node: fx.Node | None = next(arm for arm in inputs(block.total) if arm is not block.branch)
+    node: fx.Node | None = next(term for term in inputs(block.total) if term is not block.branch)
     while node is not None and node not in divisors and propagates_scale(builder, node):
         node = builder.traced.main_input(node)
     if node is None:
@@ -252,6 +253,7 @@ def _after_sum(builder: PlanBuilder, block: Block) -> tuple[fx.Node, str] | None
     # factor: act(a x) = a act(x).
     module = traced.module(users[0]) if len(users) == 1 else None
     if module is None or not is_homogeneous(module) or traced.called(module) > 1:
+        # In a block with order "post" an activation follows the sum.
         if block.order == "post" and not propagates_scale(builder, users[0]):
             raise NotFoldable("a factor of the sum cannot pass the activation that follows")
         return None

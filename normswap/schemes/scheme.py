@@ -83,7 +83,7 @@ class Option:
 
     @property
     def placeholder(self) -> str:
-        """What stands for a value in help texts: the choices and the metavar, or the type."""
+        """The text that stands for a value in help texts: choices and metavar, or else the type."""
         return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
     def check(self, value: Any) -> object:
@@ -127,9 +127,8 @@ class Option:
             except ValueError:
                 return False
         # In Python True and False are instances of int.
-        if isinstance(value, bool) or not isinstance(
-            value, int if self.kind is int else int | float
-        ):
+        wanted_types = int if self.kind is int else int | float
+        if isinstance(value, bool) or not isinstance(value, wanted_types):
             return False
         return math.isfinite(value) and (self.range is None or value in self.range)
 
@@ -155,13 +154,11 @@ def check_given(
         raise OptionError(f"scheme '{scheme}' has no option {_listed(unknown)}", why)
     for option in options:
         value = checked[option.name] = option.check(values.get(option.name, option.default))
-        # Two options that say the same count as given if they differ from their defaults.
+        # Of two options that say the same, only one may be given. An option counts as given if its
+        # value is not the default.
+        is_given = value != option.default
         other = by_name.get(option.instead_of)
-        if (
-            other
-            and value != option.default
-            and values.get(other.name, other.default) != other.default
-        ):
+        if other and is_given and values.get(other.name, other.default) != other.default:
             both = f"{spelled(other.name)} and {spelled(option.name)}"
             raise OptionError(both, "each says the same in its own way", "Give one of them")
     return checked
@@ -174,12 +171,12 @@ def _listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FitTask:
-    """The input of a fit.
+    """What a scheme's function `fit` is called with, after the edits of a plan's step were made.
 
     Args:
         source: The network before the step.
-        result: The network after it. Its tensors are set in place.
-        step: The step.
+        result: The network after the step. `fit` sets its tensors in place.
+        step: The step of the plan, with its edits.
         batches: Calls of both networks, which may be read several times. None if the user gave no
             images.
         example: One call of the networks, which shows their inputs and the size of the images.

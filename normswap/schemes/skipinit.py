@@ -121,16 +121,16 @@ def initial(alpha: str | float, depth: int) -> float | None:
 
 
 def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False) -> PlanBuilder:
-    """Fold the network and put one scalar at the end of every residual branch that has none.
+    """Return the plan that folds the norms and ends every residual branch with one scalar.
+
+    The branch's last convolution is divided by the standard deviation of the branch's output.
 
     Args:
         anatomy: The recorded network.
-        value: The first value of the scalars. With any value, the branch's last convolution is
-            divided by the standard deviation of the branch's output. None means that deviation,
-            which makes up for the division, so that the function is kept.
-        bias: Whether scalars with a bias of 0 are placed, in blocks with an activation after the
-            sum. If not, the bias of a scalar that is replaced goes into the branch's last
-            convolution.
+        value: The first value of the scalars. None means the standard deviation of each branch's
+            output, which makes up for the division, so that the function is kept.
+        bias: Whether the scalars of blocks with an activation after the sum get a bias of 0. If
+            not, the bias of a scalar that is replaced goes into the branch's last convolution.
     """
     check_blocks(anatomy)
 
@@ -212,9 +212,11 @@ def _stays(module: nn.Module, bias: bool) -> bool:
             into the convolution before, where it is divided by alpha. So a scalar with a bias stays
             only if its bias is 0 and need not move, or if its alpha is 0 and cannot divide.
     """
-    return _learns(module) and (
-        bias or module.bias is None or not (module.bias.any() and module.alpha.any())
-    )
+    if not _learns(module):
+        return False
+    if bias or module.bias is None:
+        return True
+    return not (module.bias.any() and module.alpha.any())
 
 
 def check_blocks(anatomy: Anatomy) -> None:

@@ -156,14 +156,11 @@ def norm_places(builder: PlanBuilder, where: str) -> list[str]:
         if not _reaches_activation(builder, node, linear=where == "conv"):
             continue
 
-        shape = node.meta["shape"]
         if not _can_precede_norm(builder, path):
             continue
-        if (
-            isinstance(shape, torch.Size)
-            and prod(shape[2:]) > 1
-            and not _is_read_by_norm(builder, node)
-        ):
+        shape = node.meta["shape"]
+        has_several_positions = isinstance(shape, torch.Size) and prod(shape[2:]) > 1
+        if has_several_positions and not _is_read_by_norm(builder, node):
             paths.append(path)
 
     return paths
