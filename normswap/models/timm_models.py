@@ -46,7 +46,7 @@ def create(arch: Arch) -> nn.Module:
     """Return a network of timm with random values, on the CPU and in eval mode.
 
     Args:
-        arch: Its name and arguments.
+        arch: The name of the network in timm's registry, and its arguments.
     """
     check_arguments(arch, _FORBIDDEN)
     _check_known(arch.name)
@@ -57,8 +57,10 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
-    """Raise SourceError, with similar names, for a name that timm does not have."""
+    """Raise SourceError if timm has no network of this name. It suggests similar names."""
+    # A name may have the tag of its weights, as in `resnet50.a1_in1k`.
     base, _, tag = name.partition(".")
+    # The networks that only the recipes of this package use are registered with timm when needed.
     if not is_model(base):
         shipped.register_networks()
     if _looks_like_path(name) or not is_model(base):
@@ -75,7 +77,7 @@ def _check_known(name: str) -> None:
 
 
 def _registered(name: str) -> Cfg:
-    """Return timm's record of a name. It is empty if timm has none."""
+    """Return timm's record (`pretrained_cfg`) for a name. It is empty if timm has none."""
     cfg = get_pretrained_cfg(name)
     return dict(cfg.to_dict()) if cfg else {}
 
@@ -85,10 +87,11 @@ def _looks_like_path(name: str) -> bool:
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the bare network of a timm name, or of a repository or directory in timm's layout.
+    """Return a network of timm with random values, and how to load its trained weights.
 
     Args:
-        name: A timm name, `hf-hub:owner/name`, `local-dir:DIR`, or a directory.
+        name: What the user typed: a name in timm's registry, `hf-hub:owner/name`, `local-dir:DIR`,
+            or a directory. Repositories and directories have a config.json in timm's layout.
         request: What the user asks for beside the name.
 
     Raises:
@@ -114,7 +117,12 @@ def build(name: str, request: BuildRequest) -> Built:
 
 
 def _from_name(name: str, arguments: Cfg) -> Built:
-    """Return the network of a name in timm's registry, with these arguments."""
+    """Return the network of a name in timm's registry with random values.
+
+    Args:
+        name: The name, perhaps with the tag of its weights, as in `resnet50.a1_in1k`.
+        arguments: The user's arguments for `timm.create_model`.
+    """
     model = create(Arch(name, arguments))
     cfg = hub.own_cfg(model) or {**_USUAL, "architecture": name}
     # timm has replaced a deprecated name by the current one.
@@ -129,11 +137,14 @@ def _from_name(name: str, arguments: Cfg) -> Built:
 
 
 def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
-    """Return the architecture without its tag. What the tag implies becomes an argument.
+    """Return the architecture of weights, by its name without the tag of the weights.
+
+    In timm, `NAME.TAG` may have other classes, channels or a fixed image size than `NAME` alone.
+    Where they differ, they become arguments.
 
     Args:
-        cfg: timm's record of the architecture.
-        arguments: The arguments of the architecture.
+        cfg: timm's record of the weights.
+        arguments: The user's arguments. They replace those that the tag implies.
     """
     name = cfg["architecture"]
     usual = {**_USUAL, **_registered(name)}
@@ -152,11 +163,13 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
     """Return the network with the trained weights of timm's registry.
 
     Args:
-        model: The bare network, which is filled where timm's weights lie on the hub.
-        source: timm's name with its tag.
+        model: The network with random values. It is filled and returned if the weights lie on the
+            hub. Otherwise timm builds another one.
+        source: timm's name of the network, with the tag of its weights.
         arguments: The user's arguments.
         cfg: timm's record of the weights.
     """
+    # Weights that lie on the hub are read here, unless their network must load them in its own way.
     if cfg.get("hf_hub_id") and cfg.get("custom_load") != "hf":
         repo = cfg["hf_hub_id"]
         file = cfg.get("hf_hub_filename")
@@ -168,6 +181,7 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
     if not cfg.get("url") and not cfg.get("hf_hub_id"):
         remedy = f"Use '{spelled('weights', 'random')}' or a weights file of your own."
         raise SourceError(f"timm has no pretrained weights for {source}", remedy=remedy)
+    # Any other weights are loaded by timm itself.
     with explained(SourceError, f"cannot get the weights of {source}"), quiet():
         model = timm.create_model(source, pretrained=True, **arguments).eval()
     check_network(model, source)
@@ -178,19 +192,20 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
 
 
 def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: Cfg) -> Built:
-    """Return the network of a config.json in timm's layout.
+    """Return the network that a repository or directory in timm's layout holds, with random values.
 
     Args:
-        find: Returns the path of the first of several files that a place has.
-        origin: The name of the place in errors.
+        find: Takes names of files, and returns the path of the first that the place has.
+        origin: The name of the repository or directory in errors.
         arguments: The user's arguments.
     """
     arch, cfg = _configured(find(("config.json",)), origin, arguments)
     check_size(lambda: create(arch))
     model = create(arch)
-    # timm has noted its default weights on the network. The file's record takes their place.
-    noted = hub.of_architecture(model)
-    model.__dict__.update(pretrained_cfg=noted, default_cfg=noted)
+    # timm has put the record of its default weights on the network. Only those entries stay that
+    # hold for any weights.
+    own_cfg = hub.of_architecture(model)
+    model.__dict__.update(pretrained_cfg=own_cfg, default_cfg=own_cfg)
 
     def pretrained() -> nn.Module:
         load_into(model, read(find(_FILES)), origin, cfg)
@@ -200,14 +215,14 @@ def _from_layout(find: Callable[[Sequence[str]], Path], origin: str, arguments: 
 
 
 def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
-    """Return the architecture of a config.json, and its `pretrained_cfg`.
+    """Return the architecture that a config.json states, and timm's record of its weights.
 
-    The latter is timm's record of where weights lie and how images are prepared.
+    The record (`pretrained_cfg`) says how images are prepared, and which layers are stem and head.
 
     Args:
         file: The path of config.json.
-        origin: The name of the MODEL, for messages.
-        arguments: The arguments that the user gave, which override those of the file.
+        origin: What the user typed, for messages.
+        arguments: The arguments that the user gave, which replace those of the file.
     """
     architecture, model_args, stated = hub.read_config(file, origin)
     _check_known(architecture)
@@ -235,13 +250,15 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
 def identify(
     model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton
 ) -> Arch | None:
-    """Return how to rebuild a network of timm's, or None if that is not known.
+    """Return how to rebuild a network that timm has built, or None if that is not known.
 
-    The arguments that timm remembers are tried first, then classes and channels alone.
+    The arguments that timm has put on the network are tried first, then the numbers of its classes
+    and channels alone.
 
     Args:
-        model: The network.
-        rebuild: Replays the network's plan on a skeleton.
+        model: The network, which may be converted.
+        rebuild: Converts a newly built network as `model` was converted, and returns it. By default
+            `model` was not converted.
     """
     name = hub.own_cfg(model).get("architecture")
     if not isinstance(name, str) or not is_model(name):
@@ -259,7 +276,12 @@ def _rebuilt(arch: Arch, rebuild: Callable[[nn.Module], nn.Module]) -> nn.Module
 
 
 def _possible_arguments(model: nn.Module, name: str) -> Iterator[Cfg]:
-    """Yield arguments with which timm may have built a network, as JSON has them."""
+    """Yield arguments with which timm may have built a network, of types that JSON can hold.
+
+    Args:
+        model: The network.
+        name: The name of its architecture in timm.
+    """
     remembered = getattr(model, "_model_args", {})
     # A head that was replaced counts as it is now. The usual number of classes is left out, unless
     # a remembered argument must be overridden.
@@ -269,11 +291,13 @@ def _possible_arguments(model: nn.Module, name: str) -> Iterator[Cfg]:
         classes != _registered(name).get("num_classes") or "num_classes" in remembered
     ):
         current["num_classes"] = classes
+    # The first convolution tells the number of input channels.
     stem = next((layer for layer in nn.Module.modules(model) if isinstance(layer, nn.Conv2d)), None)
     if stem is not None and stem.in_channels != 3:
         current["in_chans"] = stem.in_channels
 
     for kwargs in ({**remembered, **current}, current):
+        # An argument that is an object, such as a class, cannot be stored.
         try:
             plain = json.loads(json.dumps(kwargs))
         except (TypeError, ValueError):

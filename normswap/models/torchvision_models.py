@@ -31,22 +31,24 @@ _FORBIDDEN = ("weights_backbone", "progress", "quantize")
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the bare network of `torchvision:BUILDER[@WEIGHTS]`, as its weights want it.
+    """Return a network of torchvision with random values, and how to load its trained weights.
 
     Args:
-        name: The MODEL. Without a name of weights, those are the builder's default.
+        name: What the user typed: `torchvision:BUILDER[@WEIGHTS]`, such as
+            `torchvision:resnet50@IMAGENET1K_V2`. By default the weights are the builder's default.
         request: What the user asks for beside the name.
 
     Raises:
         SourceError: There is no such network in torchvision, it has no such weights, or it cannot
             be built.
     """
+    # Read the names of the builder and of the weights. The latter may also be an argument.
     builder, _, tag = name.partition(":")[2].partition("@")
     arguments = request.arguments()
     tag = str(arguments.pop("weights", "") or tag)
     _check_known(builder)
 
-    # torchvision's record of the weights, and the number of their classes.
+    # Find torchvision's record of the weights (`member`), and the number of their classes.
     member = None
     classes = 0
     source = f"torchvision:{builder}"
@@ -86,7 +88,8 @@ def create(arch: Arch) -> nn.Module:
     """Return a network of torchvision with random values, on the CPU and in eval mode.
 
     Args:
-        arch: Its name and arguments.
+        arch: The name of the builder, and its arguments. The argument `weights` only changes what
+            is built. No weights are loaded.
     """
     check_arguments(arch, _FORBIDDEN)
     _check_known(arch.name)
@@ -97,6 +100,7 @@ def create(arch: Arch) -> nn.Module:
             f"torchvision:{arch.name}", f"weights={tag!r:.100} are no name of weights"
         )
     member = _member(arch.name, tag) if tag else None
+    # A detector would load weights for its backbone unless it is told not to.
     if "weights_backbone" in inspect.signature(models.get_model_builder(arch.name)).parameters:
         kwargs["weights_backbone"] = None
 
@@ -109,7 +113,7 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
-    """Raise SourceError, with similar names, for a builder that torchvision does not have."""
+    """Raise SourceError if torchvision has no builder of this name. It suggests similar names."""
     names = models.list_models()
     if name not in names:
         remedy = near(name, names, "See torchvision.models.list_models()")
@@ -117,7 +121,7 @@ def _check_known(name: str) -> None:
 
 
 def _member(name: str, tag: str) -> models.WeightsEnum:
-    """Return torchvision's record of weights.
+    """Return torchvision's record of weights: their address, their classes and their images.
 
     Args:
         name: The builder.
@@ -154,10 +158,11 @@ def _download(member: models.WeightsEnum, source: str) -> State:
     # urllib and torch raise many kinds of errors for a download that fails.
     except Exception as error:
         file = Path(torch.hub.get_dir()) / "checkpoints" / member.url.rpartition("/")[2]
-        # torch compares the hash in the name while it downloads, and never again.
-        stated = file.stem.rpartition("-")[2]
-        is_hash = re.fullmatch("[0-9a-f]{8,64}", stated)
-        if is_hash and file.is_file() and not hub.sha256(file).startswith(stated):
+        # The name of a file has the beginning of its hash, as in `resnet18-f37072fd.pth`. torch
+        # compares it while it downloads, and never again.
+        stated_hash = file.stem.rpartition("-")[2]
+        is_hash = re.fullmatch("[0-9a-f]{8,64}", stated_hash)
+        if is_hash and file.is_file() and not hub.sha256(file).startswith(stated_hash):
             file.unlink()
             raise SourceError(
                 f"{file} is damaged",
@@ -178,7 +183,7 @@ def _download(member: models.WeightsEnum, source: str) -> State:
 
 
 def _rehead(state: State, model: nn.Module, classes: int) -> State:
-    """Return the tensors with the network's own head.
+    """Return the tensors of weights, with the network's own head in place of theirs.
 
     Args:
         state: The tensors of the weights.
@@ -189,7 +194,8 @@ def _rehead(state: State, model: nn.Module, classes: int) -> State:
     for name, own in model.state_dict().items():
         if name not in state:
             continue
-        # A tensor belongs to the head if its first dimension alone counts the classes.
+        # A tensor belongs to the head if its first dimension is the number of classes of the
+        # weights, and its other dimensions are those of the network.
         stored = state[name].shape
         if stored[:1] == (classes,) and own.shape[1:] == stored[1:]:
             adapted[name] = own
@@ -197,7 +203,11 @@ def _rehead(state: State, model: nn.Module, classes: int) -> State:
 
 
 def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
-    """Return timm's record of the preprocessing for torchvision's weights. Empty if not known."""
+    """Return the preprocessing for torchvision's weights, by the keys of timm's record.
+
+    Args:
+        member: torchvision's record of the weights. Without it the result is empty.
+    """
     if member is None:
         return {}
     preset = member.transforms()

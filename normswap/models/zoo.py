@@ -29,11 +29,11 @@ OPTIONS = ("weights", "arch", "arch_args", "num_classes", "in_chans", "input_siz
 
 
 class Asked(TypedDict, total=False):
-    """Options of `open_source`, for functions that pass them on.
+    """The options of `open_source`, as a type for functions that pass them on.
 
     Args:
         weights: The weights: `pretrained`, `random` or a file.
-        arch: The architecture of a weights file that states none.
+        arch: The architecture, if the user names a weights file, which states none.
         arch_args: The arguments of the architecture, by name.
         num_classes: The number of classes.
         in_chans: The number of input channels.
@@ -47,15 +47,15 @@ class Asked(TypedDict, total=False):
 
 
 def check_unasked(name: str, asked: Mapping[str, object]) -> None:
-    """Raise SourceError if an option is given for a MODEL that states everything itself.
+    """Raise SourceError if options are given for a saved network, which states everything itself.
 
     Args:
-        name: The MODEL.
-        asked: The values of the options, by name.
+        name: What the user typed as the network.
+        asked: The values of the options of `open_source`, by name.
     """
-    # These values ask for nothing.
-    usual: tuple[object, ...] = (None, {}, 0, "pretrained")
-    useless = [spelled(key) for key in OPTIONS if asked.get(key) not in usual]
+    # An option with one of these values asks for nothing.
+    without_effect: tuple[object, ...] = (None, {}, 0, "pretrained")
+    useless = [spelled(key) for key in OPTIONS if asked.get(key) not in without_effect]
     if useless:
         raise SourceError(
             f"{name} was written by normswap and knows its architecture",
@@ -64,7 +64,10 @@ def check_unasked(name: str, asked: Mapping[str, object]) -> None:
 
 
 def create(arch: Arch) -> nn.Module:
-    """Return the bare network on the CPU, in eval mode, with random values.
+    """Build a network with random values, on the CPU and in eval mode.
+
+    Args:
+        arch: The library that builds it, the name that the library knows, and its arguments.
 
     Raises:
         SourceError: The network cannot be built.
@@ -73,23 +76,28 @@ def create(arch: Arch) -> nn.Module:
 
 
 def skeleton(arch: Arch) -> nn.Module:
-    """Return the bare network with zeros in place of random values, to be filled strictly."""
-    # A library that is imported while the meta device is the default would keep its constants
-    # there.
+    """Build a network with zeros in place of random values, for a caller who loads all its tensors.
+
+    Args:
+        arch: The library that builds it, the name that the library knows, and its arguments.
+    """
+    # The library is imported first, because `_undrawn` makes the meta device the default: a library
+    # that is imported meanwhile would keep its constants there.
     kinds.by_builder(arch.builder).load()
     return _undrawn(lambda: create(arch), lambda model: model)
 
 
 def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
-    """Call `build`, and return its result with zeros in place of random values.
+    """Call `build`, and return its result, with zeros in place of the network's random values.
 
     Drawing random values takes most of the time, so the network is built on the meta device. It is
-    built as usual if building needs values, or if its state dict does not hold each of its tensors
-    once: the caller loads a state dict, and a tensor that is not in it would stay zero.
+    built as usual, with random values, if building needs values, or if its state dict does not hold
+    each of its tensors once: the caller loads a state dict, and a tensor that is not in it would
+    stay zero.
 
     Args:
-        build: Builds a network, perhaps with a record of it.
-        network: Finds the network in what `build` returns.
+        build: A function that returns a network, or an object that holds one.
+        network: A function that returns the network in the result of `build`.
     """
     try:
         with torch.device("meta"):
@@ -118,23 +126,25 @@ def _count_of_tensors(model: nn.Module) -> int:
 def identify(
     model: nn.Module, rebuild: Callable[[nn.Module], nn.Module] = lambda skeleton: skeleton
 ) -> Arch | None:
-    """Return how to rebuild a network, or None if no kind of source knows.
+    """Return how to rebuild a network, or None if no library of `models.kinds` has built it.
 
     Args:
-        model: The network.
-        rebuild: Replays the network's plan on a skeleton.
+        model: The network, which may be converted.
+        rebuild: Converts a newly built network as `model` was converted, and returns it. By default
+            `model` was not converted.
     """
+    # The libraries are asked one by one, until one knows the network.
     archs = (kind.identify(model, rebuild) for kind in kinds.KINDS if kind.identify)
     return next((arch for arch in archs if arch is not None), None)
 
 
 def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
-    """Raise SourceError for code of this machine if the user has not allowed its import.
+    """Raise SourceError if a network is built by Python code that the user does not trust.
 
     Args:
         what: The name of the code in the error.
-        kind: The kind of source.
-        trusted: Whether the user named the code, or trusts it.
+        kind: The kind of source. Only one kind, the user's own functions, needs trust.
+        trusted: Whether the user has named the code, or has allowed its import.
     """
     if kind.foreign and not trusted:
         why = "to open the file, normswap would import it, which runs it"
@@ -152,26 +162,29 @@ def open_source(
     in_chans: int | None = None,
     trust_factory: bool = True,
 ) -> nn.Module:
-    """Return the network that a MODEL names, in eval mode on the CPU, carrying its Provenance.
+    """Return the network that the user names, in eval mode on the CPU, carrying its `Provenance`.
 
     Args:
-        source: A MODEL: a name, a repository, a directory, a factory, or a weights file.
-        weights: The weights: "pretrained", "random" for the bare architecture, or a weights file.
-        arch: The architecture of a weights file.
-        arch_args: Arguments of the architecture.
+        source: What the user types as MODEL: the name of a network in a library, a repository of
+            the hub, a directory, a function of the user's that builds it (a factory), or a weights
+            file.
+        weights: The weights: "pretrained", "random" for random values, or a weights file.
+        arch: The name of the architecture, if `source` is a weights file.
+        arch_args: Further arguments for the function that builds the network.
         num_classes: The number of classes, by default the usual one. If the trained weights have
             another one, the network gets a new head with random values. A weights file must fit as
             it is: give the number of classes that it was trained with.
         in_chans: The number of input channels, by default the usual one. If the trained weights
             have another one, their stem is adapted, where that is possible. A weights file must fit
             as it is: give the number of channels that it was trained with.
-        trust_factory: Whether a factory may be imported. It is false where the name was read from a
-            file.
+        trust_factory: Whether a factory may be imported, which runs its code. It is false if the
+            name was read from a file.
 
     Raises:
         SourceError: The network cannot be found, read or built.
         OptionError: Two options do not go together.
     """
+    # Find the library that builds the network, and the weights that fill it.
     name, file = kinds.parts(source, weights, arch)
     kind = kinds.of(name)
     check_trust(name, kind, trusted=trust_factory)
@@ -186,37 +199,50 @@ def open_source(
         # Random values have no hash in the provenance.
         return _carry(built, built.model, built.source, None)
 
+    # Load the trained weights. A warning that the head is new becomes a remark in the provenance,
+    # which the notes of a conversion show. Other warnings are given again.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", NewHeadNote)
         model = built.pretrained()
-    # The notes of a conversion say that a head is new; other warnings go on.
-    others = [each for each in caught if not issubclass(each.category, NewHeadNote)]
-    for warning in others:
+    other_warnings = [each for each in caught if not issubclass(each.category, NewHeadNote)]
+    for warning in other_warnings:
         warnings.warn(warning.message, warning.category, stacklevel=2)
 
     sha256 = hash_tensors(copying.state_tensors(model))
     carrying = _carry(built, model, built.source, sha256)
-    new = [str(each.message) for each in caught if issubclass(each.category, NewHeadNote)]
-    record = replace(provenance.of(carrying), remarks=tuple(new))
+    remarks = [str(each.message) for each in caught if issubclass(each.category, NewHeadNote)]
+    record = replace(provenance.of(carrying), remarks=tuple(remarks))
     return provenance.attach(carrying, record)
 
 
 def _filled(build: Callable[[], Built], file: Path) -> nn.Module:
-    """Return a network filled from a weights file."""
+    """Build a network, fill it from a weights file, and return it with its provenance.
+
+    Args:
+        build: A function that builds the network.
+        file: The weights file.
+    """
     built = _undrawn(build, lambda built: built.model)
     load_into(built.model, read(file), str(file), {})
     # The builder states license and test size of its trained weights. They do not hold for a file.
     for key in ("license", *hub.TESTED):
         built.preprocessing.pop(key, None)
-    noted = hub.of_architecture(built.model)
-    built.model.__dict__.update(pretrained_cfg=noted, default_cfg=noted)
+    own_cfg = hub.of_architecture(built.model)
+    built.model.__dict__.update(pretrained_cfg=own_cfg, default_cfg=own_cfg)
     return _carry(
         built, built.model, str(file.resolve()), hash_tensors(copying.state_tensors(built.model))
     )
 
 
 def _carry(built: Built, model: nn.Module, source: str, sha256: str | None) -> nn.Module:
-    """Return the network, which carries its provenance from now on."""
+    """Put a network's provenance and its record of images on the network, and return it.
+
+    Args:
+        built: How the network was built, and the preprocessing of its weights.
+        model: The network.
+        source: The name under which it can be opened again.
+        sha256: The hash of its tensors. None for random values.
+    """
     cfg = {**(getattr(model, "pretrained_cfg", None) or {}), **built.preprocessing}
     model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     return provenance.attach(

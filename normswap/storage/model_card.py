@@ -21,18 +21,18 @@ _MARKS = re.compile(r"[\\`*\[\]<|&~$]|\b_|_\b")
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Top-1 of a network on labelled images, as its card states it.
+    """Top-1 of a network on labelled images, as its model card states it.
 
     Args:
         top1: The share of images whose label has the highest score, in percent.
         count: The number of images.
-        images: The name of the images for a reader.
-        split: The part of the dataset. Empty where it has no parts.
-        dataset: The repository of the dataset on the hub. With None the images are on no hub, and
-            only the card's text has the figure: the hub has no place for other images.
+        images: The name of the images, as a reader sees it.
+        split: The part of the dataset, such as validation. Empty if the dataset has no parts.
+        dataset: The repository of the dataset on the hub. None if the images are not on the hub.
+            Then only the card's text has the figure.
         task: The name of the measurement in the dataset's `eval.yaml`.
-        source_top1: Top-1 of the network's source on the same images. None where it was not
-            measured.
+        source_top1: Top-1 of the network before its conversion, on the same images. None if it was
+            not measured.
     """
 
     top1: float
@@ -52,10 +52,10 @@ class Accuracy:
 
 
 def eval_results(accuracy: Accuracy | None) -> dict[str, bytes]:
-    """Return the content of a file in `.eval_results/`, by the file's path.
+    """Return the file from which the hub reads a network's top-1: its path, and its content.
 
-    The hub reads the top-1 from this file, and shows it if the dataset is one of its benchmarks.
-    Without a dataset the dict is empty.
+    The hub shows the figure if the dataset is one of its benchmarks. The dict has one entry, or
+    none if top-1 was not measured on a dataset of the hub.
 
     Source: https://huggingface.co/docs/hub/eval-results
     """
@@ -67,6 +67,8 @@ def eval_results(accuracy: Accuracy | None) -> dict[str, bytes]:
         notes += f" of {printable(accuracy.split)}"
     dataset = {"id": printable(accuracy.dataset), "task_id": printable(accuracy.task)}
     entry = {"dataset": dataset, "value": accuracy.top1, "notes": notes}
+    # The file has the name of the dataset without its owner. A character that may not stand in the
+    # name of a file, or a dot in front, is replaced or dropped.
     name = re.sub(r"[^a-z0-9._-]", "-", accuracy.dataset.rpartition("/")[2].lower()).lstrip(".")
     return {f".eval_results/{name}.yaml": yaml_dump([entry], sort_keys=False).encode()}
 
@@ -86,18 +88,19 @@ def render(
     license: str | None = None,
     accuracy: Accuracy | None = None,
 ) -> str:
-    """Return the card in Markdown: the network, its conversion, its measurements and how it loads.
+    """Return the model card in Markdown: the network, its conversion, its figures, how to load it.
 
     Names and figures may come from somebody else's file. Whatever they hold, Markdown shows them
     literally, in one line.
 
     Args:
-        record: Where the network is from, and its plan.
-        report: The measurements. None where the weights have changed since.
-        code: Code that loads the network. The default opens the directory of the card.
-        license: The license of the weights, by the hub's name.
-        accuracy: Top-1 of this network on labelled images. None where it was not measured.
+        record: Where the network comes from, and the plan of its conversions.
+        report: The measurements of the conversion. None if the weights have changed since.
+        code: Python code that loads the network. The default opens the directory of the card.
+        license: The license of the weights, by the hub's name. None if it is not known.
+        accuracy: Top-1 of this network on labelled images. None if it was not measured.
     """
+    # Collect the entries of the card's YAML header, which the hub reads.
     steps = [_described(step) for step in record.plan.steps]
     arch = getattr(record.arch, "name", "network")
     title = f"{arch} converted to {steps[-1]}" if steps else arch
@@ -121,11 +124,13 @@ def render(
         eval_results=_results(task, accuracy),
     )
 
-    # A path is of no use to anybody else.
+    # Write the paragraphs of the text. A path on this disk is of no use to anybody else, so only
+    # its last part is shown.
     source = record.source if base else PurePath(record.source).name
     sha256 = f" (tensors' SHA-256 {_code_span(record.sha256)})" if record.sha256 else ""
     measured = "Not verified since the last change to its weights.\n"
     is_exact = schemes.are_exact_if_known(record.plan.steps)
+    # This program may not know a scheme of the plan. Then the report tells what it has claimed.
     if is_exact is None:
         is_exact = report is None or report.exact
     if report:
@@ -149,13 +154,20 @@ def render(
 
 
 def _is_frozen(record: Provenance) -> bool:
-    """Whether the last step that placed norms froze them."""
+    """Return whether the last conversion put frozen norms into the network."""
     schemes_of_steps = [step.scheme for step in record.plan.steps]
+    # A network without conversions has no last scheme, so the slice is empty.
     return schemes_of_steps[-1:] == ["frozen-bn"]
 
 
 def loading_code(place: str, record: Provenance) -> str:
-    """Return code that opens the network at that place by normswap."""
+    """Return Python code that opens a network with normswap.
+
+    Args:
+        place: The directory or repository of the network, as `normswap.open` takes it.
+        record: The provenance of the network. It tells whether the code must trust the user's own
+            function that builds the network.
+    """
     trust = ""
     if record.arch is not None and kinds.by_builder(record.arch.builder).foreign:
         trust = ", trust_factory=True"
@@ -163,25 +175,29 @@ def loading_code(place: str, record: Provenance) -> str:
 
 
 def base_model(record: Provenance) -> str | None:
-    """Return the hub repository that the weights come from, or None."""
+    """Return the hub's repository that the weights were taken from, as owner/name, or None."""
+    # The source is written as the user typed it: `hf-hub:owner/name@revision`, `hf:owner/name`, a
+    # path, or a name of timm with the tag of its weights, such as `resnet50.a1_in1k`.
     prefix, _, place = record.source.rpartition(":")
     if record.sha256 is None or PurePath(place).is_absolute():
         return None
     if prefix in ("hf-hub", "hf"):
         return place.partition("@")[0]
-    is_timms = (
+    is_name_of_timm = (
         not prefix and record.arch is not None and record.arch.builder == "timm" and "." in place
     )
-    return f"timm/{place}" if is_timms else None
+    return f"timm/{place}" if is_name_of_timm else None
 
 
 def _plain(text: str) -> str:
-    """Return the text, escaped so that a line of Markdown shows it literally."""
+    """Return the text with its marks escaped, so that Markdown shows it literally in one line."""
     return _MARKS.sub(r"\\\g<0>", printable(text))
 
 
 def _code_span(text: str) -> str:
-    """Return the text as a span of code, between more backticks than the text has in a row."""
+    """Return the text as code in a line of Markdown, such as `text` between backticks."""
+    # The text may hold backticks itself. It ends at the first row of as many as stood before it, so
+    # one more than its longest row is put around it.
     text = printable(text)
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)
@@ -191,9 +207,14 @@ def _code_span(text: str) -> str:
 
 
 def _results(task: str, accuracy: Accuracy | None) -> list[EvalResult] | None:
-    """Return top-1 as the hub's evaluation result, or None if no dataset of the hub was used.
+    """Return top-1 as the entry of the card's header that the hub reads as an evaluation result.
 
-    Distances on noise and agreement with the source are no results on a dataset: the text has them.
+    The result is None if top-1 was not measured on a dataset of the hub. Other figures, such as the
+    agreement with the source, are no results on a dataset, so only the card's text has them.
+
+    Args:
+        task: The hub's name of the task, such as image-classification.
+        accuracy: The measured top-1, or None.
     """
     if accuracy is None or accuracy.dataset is None:
         return None
@@ -211,7 +232,7 @@ def _results(task: str, accuracy: Accuracy | None) -> list[EvalResult] | None:
 
 
 def _described(step: Step) -> str:
-    """Return the name of a step's scheme, with the options that differ from the defaults."""
+    """Return a conversion in words: its scheme, with the options that differ from the defaults."""
     options = ", ".join(
         f"{key} = {value}" for key, value in schemes.changed(step.scheme, step.options).items()
     )
@@ -225,10 +246,11 @@ def _measured(report: Report, before: str, *, is_exact: bool) -> str:
 
     Args:
         report: The measurements.
-        before: The network that the result was measured against, in words: "source", and the steps
-            that had been applied to it.
-        is_exact: Whether all steps since the source keep the function.
+        before: The network that the result was measured against, in words: `source`, followed by
+            the conversions that had been applied to it, as in `source -> folded`.
+        is_exact: Whether all conversions since the source keep the network's function.
     """
+    # Say what was claimed, and against which network it was measured.
     claim = "this conversion changes the function of its source"
     if is_exact:
         claim = "this conversion keeps the function of its source"
@@ -249,6 +271,7 @@ def _measured(report: Report, before: str, *, is_exact: bool) -> str:
         heading,
         rule,
     ]
+    # Add a row for each precision and input size.
     for error in report.logits:
         size = "x".join(map(str, error.size))
         agreement = "" if error.agreement is None else f"{error.agreement:.1%}"
@@ -258,6 +281,7 @@ def _measured(report: Report, before: str, *, is_exact: bool) -> str:
             row += f" {agreement} |"
         lines.append(row)
 
+    # Say how much of the accuracy is kept, or that this was not measured.
     if report.kept:
         kept = _plain(str(report.kept))
         lines.append(
