@@ -222,8 +222,9 @@ class Channels:
             dims = argument(node, 1, "dim", "axis")
             if not isinstance(dims, list | tuple):
                 dims = [dims]
-            # Without a dimension, all dimensions are reduced. The channels are in dimension 1, so
-            # only a reduction of later dimensions passes them on.
+            # A negative dimension is counted from the end. Without a dimension all are reduced,
+            # from 0 on. The channels are in dimension 1, so only a reduction of later dimensions
+            # passes them on.
             reduced = {dim % len(before) for dim in dims if isinstance(dim, int)} or {0}
             return channels if min(reduced) > 1 else None
         return channels if propagates_scale(self.builder, node) else None

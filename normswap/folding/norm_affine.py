@@ -205,7 +205,8 @@ def scale_parameter_producer(builder: PlanBuilder, parameter: str) -> tuple[str,
             axis = builder.axes.get(reader)
             if axis is None or axis.size != tensor.numel() or not isinstance(tensor, nn.Parameter):
                 raise NotFoldable("is no parameter of one number per channel")
-            value_of[reader], _ = product
+            value, _ = product
+            value_of[reader] = value
     linear_path = _producer(builder, [*value_of.values()], LINEAR, after_steps=True)
     return linear_path, [*value_of]
 

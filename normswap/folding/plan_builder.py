@@ -177,6 +177,7 @@ class PlanBuilder:
 
         The layers that are chained behind a path are part of the edit at that path.
         """
+        # The layers that are to be chained behind the one at each path.
         followers = dict(self.scalars)
 
         # A replacement that keeps the layer at its path only adds a layer behind it. If the kept

@@ -211,7 +211,9 @@ def scalar_readers(builder: PlanBuilder, start: fx.Node, main: set[fx.Node]) -> 
 
 
 def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bool = False) -> None:
-    """Raise NotFoldable if a norm or scale beside a linear layer cannot fold into its weights.
+    """Raise NotFoldable if the weights of a linear layer must not be changed.
+
+    They are to absorb a norm or a scale beside the layer.
 
     Args:
         builder: The plan in the making.
@@ -219,6 +221,7 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
         linear: The layer itself.
         once: Whether the layer must be called only once.
     """
+    # The layer must compute W x + b with its own tensors, and nobody may watch or forbid a change.
     # The plan replaces a reparametrized layer by a plain one, whose forward is torch's.
     is_replaced = reparametrized.is_reparametrized(linear)
     is_known = type(linear).forward in _LINEAR_FORWARDS and not own_forwards.is_patched(linear)
@@ -230,6 +233,8 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
         raise NotFoldable(f"{path} has a parametrized weight")
     if linear._forward_hooks or linear._forward_pre_hooks:
         raise NotFoldable(f"{path} {_hooks_reason(linear)}")
+
+    # Weight and bias must be parameters that nothing else reads, since it would see the change.
     for tensor_name in ("weight", "bias"):
         if tensor_name in linear._buffers:
             raise NotFoldable(f"{path}.{tensor_name} is a buffer, which no training changes")
@@ -424,13 +429,14 @@ def attempt(builder: PlanBuilder) -> Iterator[None]:
     The plan's changes of linear layers and its replacements are put back. The NotFoldable is raised
     again.
     """
-    linears = {
+    # The records of linear layers are changed in place, so they are copied.
+    linears_before = {
         path: replace(linear, reads=[*linear.reads]) for path, linear in builder.linears.items()
     }
-    replacements = dict(builder.replacements)
+    replacements_before = dict(builder.replacements)
     try:
         yield
     except NotFoldable:
-        builder.linears = linears
-        builder.replacements = replacements
+        builder.linears = linears_before
+        builder.replacements = replacements_before
         raise

@@ -44,7 +44,7 @@ class Stream:
 
 
 def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
-    """Return the residual stream that norms read, if its mean over channels can be made zero.
+    """Return the residual stream that a norm reads, if its mean over channels can be made zero.
 
     Args:
         builder: The plan in the making.
@@ -164,6 +164,8 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
     Raises:
         NotFoldable: The writer is of another kind, or its LayerScale cannot be absorbed.
     """
+    # `product` is None unless the node multiplies a value by a parameter per channel. Then the
+    # parameter is a LayerScale. A module may be a LayerScale, too (`scaled_dim`).
     module = builder.traced.module(node)
     site = builder.traced.site_at(node)
     path = str(node.target)

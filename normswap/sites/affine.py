@@ -23,7 +23,7 @@ from normswap.sites.own_layer import OwnLayer
 
 
 def is_batchnorm(module: nn.Module) -> bool:
-    """Whether a module normalizes with population statistics in eval mode."""
+    """Whether a module is a norm that in eval mode uses statistics kept from training."""
     kind = known_norms.kind_of(module)
     return kind is not None and kind.statistics is Statistics.POPULATION
 
@@ -49,10 +49,10 @@ def is_affine_norm(module: nn.Module) -> bool:
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether the table of norms has a function that reads s and t of a module.
+    """Whether the s and t of a module, y = s * x + t, are read by a function for its class.
 
-    `register_norm` gives such a function. A module that is measured to be a BatchNorm with tensors
-    of other names (`known_norms.measured_roles`) has one, too.
+    A user gives such a function to `register_norm`. A module that is measured to be a BatchNorm
+    with tensors of other names (`known_norms.measured_roles`) has one, too.
     """
     return _registered_map(module) is not None
 
@@ -81,17 +81,17 @@ def _own_affine(module: nn.Module) -> OwnLayer | None:
 
 
 def _registered_map(module: nn.Module) -> ReadPair | None:
-    """Return the function of the table of norms that reads s and t of a module, or None.
+    """Return the function for a module's class that reads s and t of y = s * x + t, or None.
 
-    `register_norm` or `known_norms.measured_roles` gives it.
+    It was given to `register_norm`, or comes from a measurement (`known_norms.measured_roles`).
     """
     return getattr(known_norms.kind_of(module), "affine", None)
 
 
 def _registered_moments(module: nn.Module) -> ReadPair | None:
-    """Return the function of the table of norms that reads a norm's statistics, or None.
+    """Return the function for a norm's class that reads its mean and variance, or None.
 
-    `register_norm` or `known_norms.measured_roles` gives it.
+    It was given to `register_norm`, or comes from a measurement (`known_norms.measured_roles`).
     """
     return getattr(known_norms.kind_of(module), "moments", None)
 
@@ -190,7 +190,7 @@ def read_map(module: nn.Module, *, unit_gamma: bool = False) -> Pair:
     if own_layer is not None:
         return own_layer.as_affine()
 
-    # A function of the table of norms reads s and t with gamma and beta in them.
+    # The function for a registered class reads s and t with gamma and beta in them.
     registered = _registered_map(module)
     if registered is not None and not unit_gamma:
         scale, shift = registered(module)
@@ -240,7 +240,7 @@ def statistics(norm: nn.Module) -> Pair:
 
 
 def epsilon(norm: nn.Module) -> float:
-    """Return the epsilon of a BatchNorm for which `refusal` is None.
+    """Return the epsilon of a BatchNorm that can be read (`refusal` returns None).
 
     A foreign class may state its epsilon only inside its forward, so its epsilon is measured.
     """
@@ -265,7 +265,8 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     """
     scale, shift = read_map(module)
 
-    # t / s must stay below the limit of `dtype`, with a margin of 1024.
+    # t / s must stay below the largest number of `dtype`, and |s| above the smallest, each with a
+    # margin of 1024.
     limit = torch.finfo(dtype).max / 1024
     is_tiny = scale.abs() < torch.finfo(dtype).tiny * 1024
     overflows = shift.abs() > scale.abs() * limit
@@ -306,7 +307,7 @@ def copied_activation(module: nn.Module) -> nn.Module | None:
 
 
 def moments(module: nn.Module) -> Pair:
-    """Return mean and deviation per channel, (C,) float64, of the output of a norm.
+    """Return mean and standard deviation per channel, (C,) float64, of the output of a norm.
 
     If the input has the running statistics, the output has mean beta and deviation |gamma|
     (Ioffe & Szegedy, section 3).
@@ -326,7 +327,7 @@ def moments(module: nn.Module) -> Pair:
 
 
 def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Pair:
-    """Return mean and deviation, (C,) float64, of a BatchNorm's output: beta and |gamma|.
+    """Return mean and standard deviation, (C,) float64, of a BatchNorm's output: beta and |gamma|.
 
     Source: Ioffe & Szegedy 2015, section 3.
 
@@ -340,7 +341,7 @@ def output_moments(running_mean: Tensor, gamma: Tensor | None, beta: Tensor | No
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return what provenance records of an affine norm: tensors and settings, copied, by name.
+    """Return what a conversion records of an affine norm: tensors and settings, copied, by name.
 
     The record has the norm's parameters and buffers, its eps and its momentum (None becomes NaN).
     For a registered class it has the statistics of input and output as well. The record of any

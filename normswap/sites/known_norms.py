@@ -202,7 +202,7 @@ def register_norm(
 
 
 def kind_of(module: nn.Module) -> NormKind | None:
-    """Return the record of the norm that a module is, or None if it is no norm."""
+    """Return what is known of the norm that a module is, or None if it is no norm."""
     registered = _registered(module)
     if registered is not None:
         return registered
@@ -252,7 +252,7 @@ def is_believed(module: nn.Module) -> bool:
 
 
 def _registered(module: nn.Module) -> NormKind | None:
-    """Return the record that `register_norm` made for the module's class, or None."""
+    """Return what `register_norm` recorded of the module's class, or None."""
     plugins.load("normswap.norms")
     if "forward" in vars(module):
         return None
@@ -412,7 +412,7 @@ _measured_at_each_position: WeakKeyDictionary[nn.Module, NormKind | None] = Weak
 
 
 def measured_at_each_position(module: nn.Module) -> NormKind | None:
-    """Return the kind of a LayerNorm or RMSNorm of an unknown class, or None if it is none.
+    """Return the kind of a LayerNorm or RMSNorm of an unknown class, or None for any other module.
 
     A module is measured only if its tensors have the names and shapes of such a norm's. It is
     measured once, because the values of its tensors do not matter.

@@ -10,7 +10,7 @@ GAMMA = "gamma"
 
 
 class OwnLayer(nn.Module):
-    """Base of the modules that a conversion leaves in a network.
+    """Base of the classes of normswap whose modules a conversion leaves in a network.
 
     Attributes:
         AFFINE: Whether the layer computes act(s * x + t). Then `as_affine` returns s and t.

@@ -32,12 +32,13 @@ _KNOWN_IN_TRAINING = {
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """One module of a network.
+    """One module of a network: what it is, where it stands, and how forward reaches it.
 
     Args:
         module: The module itself.
         path: Its dotted path. It is empty for a module that is looked at by itself.
-        called: How often forward calls it, in the record that calls it most often.
+        called: How often forward calls it. If several forwards were recorded, the largest number
+            counts.
         shapes: The shapes of the values that it read, one for each call and recorded size.
         sizes_are_known: Whether these are the sizes that the network is used at. False where the
             network was recorded on one small input of normswap's own.
@@ -86,7 +87,7 @@ class Site:
 
     @property
     def is_batchnorm(self) -> bool:
-        """Whether the module normalizes with population statistics in eval mode."""
+        """Whether the module is a norm that in eval mode uses statistics kept from training."""
         return self.statistics is Statistics.POPULATION
 
     @property
@@ -176,7 +177,7 @@ class Site:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the module is one step of the recorded forward, whatever modules it holds."""
+        """Whether the recorded forward calls the module as one step and does not look into it."""
         return self.is_norm or self.is_affine
 
     @property
@@ -186,12 +187,15 @@ class Site:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the table of norms has a function that reads s and t of the module."""
+        """Whether s and t of y = s * x + t are read by a function for the module's class.
+
+        `register_norm` or a measurement gives that function (`affine.is_registered`).
+        """
         return affine.is_registered(self.module)
 
     @property
     def holds_statistics(self) -> bool:
-        """Whether the module is an affine norm, or an `OwnLayer` that keeps a norm's statistics."""
+        """Whether the module is an affine norm, or a layer of normswap with a norm's statistics."""
         return affine.holds_statistics(self.module)
 
     @property
@@ -249,11 +253,11 @@ class Site:
 
     @property
     def output_moments(self) -> Pair:
-        """Mean and deviation per channel of the norm's output, each (C,), in float64."""
+        """Mean and standard deviation per channel of the norm's output, each (C,), in float64."""
         return affine.moments(self.module)
 
     def recorded_tensors(self) -> dict[str, Tensor]:
-        """Return what provenance records of an affine norm: tensors and settings, by name."""
+        """Return what a conversion records of an affine norm: tensors and settings, by name."""
         return affine.tensors(self.module)
 
     def signs(self, dtype: torch.dtype) -> Tensor:
@@ -356,10 +360,10 @@ def _is_prepared_for_qat(module: nn.Module) -> bool:
 
 
 def site_of(module: nn.Module, path: str = "") -> Site:
-    """Return the site of a module that is looked at by itself, without a recorded forward."""
+    """Return the `Site` of a module that is looked at by itself, without a recorded forward."""
     return Site(module, path)
 
 
 def sites_of(model: nn.Module) -> list[Site]:
-    """Return the site of every module of a network, in order, each module once."""
+    """Return the `Site` of every module of a network, in order, each module once."""
     return [Site(module, path) for path, module in nn.Module.named_modules(model)]
