@@ -274,7 +274,7 @@ class ImageOpening(Opening):
 
 @dataclass(frozen=True)
 class Compared:
-    """The network that MODEL is compared with, and how often both must give the same answer."""
+    """The options that name a network to compare MODEL with, and how often both must agree."""
 
     against: Annotated[
         str | None, Option(metavar="MODEL", show_default=False, help="Compare with this network.")

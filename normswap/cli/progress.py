@@ -92,8 +92,8 @@ def training_bar(
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = _console()
-    description = TextColumn("{task.description}", markup=False)
-    columns = (BarColumn(24), description, TimeRemainingColumn())
+    text_column = TextColumn("{task.description}", markup=False)
+    columns = (BarColumn(24), text_column, TimeRemainingColumn())
     hidden = quiet or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as shown:
         task = shown.add_task("starting", total=None)

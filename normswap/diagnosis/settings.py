@@ -43,6 +43,7 @@ def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
     No checkpoint stores an eps, so it may get lost. If the images fit the network's own eps better,
     a remark is yielded, and no finding.
     """
+    # The same architecture as its library builds it. It is None if nobody knows the architecture.
     bare = case.bare
     if bare is None:
         return

@@ -49,6 +49,8 @@ def predicted_moments(traced: Traced) -> dict[str, Pair]:
     norm_inputs: dict[str, Pair] = {}
     for node in traced.nodes:
         site = traced.site_at(node)
+        # Moments are followed through any operation but a norm. The output of a norm depends on its
+        # gamma and beta alone.
         if site is None or not site.has_moments:
             output = _output_moments(traced, node, moments)
             if output is not None:

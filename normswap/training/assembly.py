@@ -379,9 +379,9 @@ class Task:
                 f"mixup needs an even number of images per process, not {micro_batch_size}"
             )
 
+        # Networks are compared on images that are held out of training.
         record = subject.preprocessing(recipe.data.input_size)
         self.images = images
-
         # Accuracies are measured if the network gives scores of classes. Training on labels takes
         # that for granted.
         classifies = images.labelled or network_input.classifies(
@@ -419,12 +419,14 @@ class Task:
             if train.ema
             else None
         )
+
         # Adaptive clipping leaves out the classifier. If none is found, that is an error here, and
         # not at the first update.
         self.clip = recipe.optim.clip
         if self.clip is not None and self.clip.mode == "agc":
             find_head(self.raw, subject.network)
 
+        # The teacher is given the images of the network, and prepares them anew for itself.
         teacher = None
         if recipe.distill is not None:
             teacher = Teacher(subject.teacher(recipe.distill), subject.module).to(engine.device)
@@ -443,7 +445,7 @@ class Task:
             self.ema.set(self.raw)
 
     def parts(self) -> State:
-        """Return the tensors from which the run can be continued."""
+        """Return the tensors from which the run can be continued. They are no copies."""
         scaler = self.engine.scaler
         return {
             "model": self.raw.state_dict(),

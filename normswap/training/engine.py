@@ -147,7 +147,8 @@ def finetune(
     # Each update sets torch's seed, so the caller's random state is put back at the end.
     random_state = torch.get_rng_state()
     try:
-        # Open the network, then the images.
+        # Open the network, then the images. A `Subject` is the network that is trained, with the
+        # module that it was before the recipe's conversion.
         subject = begin(model, recipe)
         # If the teacher has the whole weight of the loss, labels have none, and need not be there.
         labelled = recipe.distill is None or recipe.distill.weight < 1
@@ -201,7 +202,7 @@ def finetune(
 
 
 class TrainingRun:
-    """The loop and its files.
+    """A training run: its loop, and the files that it writes.
 
     Args:
         task: The objects of the loop.
@@ -221,7 +222,7 @@ class TrainingRun:
         self.say = say
         self.engine = task.engine
         self.recipe = task.recipe
-        # How far the run is: its updates, losses and rows of metrics.csv.
+        # The position of the run: its updates, losses and rows of metrics.csv.
         self.at = TrainingState()
 
         device = task.engine.device
@@ -237,6 +238,8 @@ class TrainingRun:
         Args:
             resume: Whether a run in the folder is continued.
         """
+        # The first process reads the folder and tells the others. It alone writes, and puts back what
+        # a killed process had moved aside.
         continues = resume and from_first(self.engine, self.folder.state.is_file)
         if continues:
             if self.engine.is_main_process:
@@ -257,10 +260,16 @@ class TrainingRun:
             self._end_epoch(began=False)
 
     def train(self, stop: threading.Event) -> bool:
-        """Do all updates that are left.
+        """Do the updates that are left, and write the run's files now and then.
+
+        Args:
+            stop: Set if somebody asks the run to stop.
 
         Returns:
-            Whether they are done. False if somebody asked to stop before the end.
+            Whether all updates are done. False if the run was stopped before the end.
+
+        Raises:
+            TrainingError: The loss or a weight is not finite.
         """
         task = self.task
         at = self.at

@@ -243,6 +243,8 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     if isinstance(layer, nn.Module) and next(nn.Module.parameters(layer), None) is not None:
         return layer
 
+    # Otherwise a forward is recorded, whose last linear layer counts. A forward that cannot be
+    # recorded names none.
     if model not in _HEADS:
         path: str | None = None
         with suppress(TraceError):

@@ -130,7 +130,7 @@ class Clip(Part):
 
 
 class Optim(Part):
-    """`optim`: a timm optimizer and its groups."""
+    """`optim`: a timm optimizer, and how it treats groups of parameters."""
 
     name: str = Field(
         "sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ..."
@@ -175,7 +175,7 @@ class Schedule(Part):
 
 
 class Ema(Part):
-    """`train.ema`: timm's ModelEmaV3."""
+    """`train.ema`: the moving average of the weights, by timm's ModelEmaV3."""
 
     decay: Share = Field(0.9999, description="Share of the old average at each update.")
     warmup: bool = Field(True, description="Shorter memory at the beginning.")
@@ -224,7 +224,11 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
-        """Refuse keys that are valid one by one, and contradict each other."""
+        """Return the recipe, unless keys that are valid one by one contradict each other.
+
+        Raises:
+            ValueError: They do. pydantic makes the error of the whole recipe of it.
+        """
         if self.data.batch_size % self.train.accumulate:
             raise ValueError(
                 f"data.batch_size {self.data.batch_size} is no multiple of train.accumulate"

@@ -404,14 +404,14 @@ class Sweep:
         return storage
 
     def work(self, objective: Objective, *, progress: Progress = lambda text: None) -> bool:
-        """Run waiting points until none waits.
+        """Train with each pair (lr, seed) that waits, until none waits.
 
         Args:
             objective: The function that trains.
             progress: A function that is called with the name of each run.
 
         Returns:
-            Whether all points are done. False if this worker was asked to stop, or if other workers
+            Whether all pairs are done. False if this worker was asked to stop, or if other workers
             still train when it has waited long enough for them.
 
         Raises:
@@ -447,7 +447,9 @@ class Sweep:
                 self.optuna.storages.fail_stale_trials(self.study)
 
     def _run_next(self, objective: Objective, progress: Progress) -> None:
-        """Run one trial of the queue, which Optuna gives to no other worker.
+        """Run the next trial of the queue. Optuna gives it to no other worker.
+
+        A trial is a training with one pair (lr, seed).
 
         Args:
             objective: The function that trains by a recipe in a folder.
@@ -522,7 +524,7 @@ class Sweep:
     def _valid(self) -> list[optuna.trial.FrozenTrial]:
         """List the trials that wait, run or have ended.
 
-        A trial that was stopped, or whose worker has died, is left out: its point is queued again.
+        A trial that was stopped, or whose worker has died, is left out, as it is queued again.
         """
         # Runs that have failed, have diverged or are at chance have ended. They have the attribute
         # `lost`.
@@ -534,7 +536,7 @@ class Sweep:
         ]
 
     def trials(self) -> list[Trial]:
-        """List the run of every point that was begun, in the order of lr and seed."""
+        """List the run of every pair (lr, seed) that was begun, in their order."""
         table: dict[Point, Trial] = {}
         for trial in self._valid():
             point = _point(trial)

@@ -238,7 +238,9 @@ class Trials:
 
     @torch.random.fork_rng(devices=[])
     def run(self, possible: Sequence[Advice]) -> list[TargetTrial]:
-        """Return the last trial of each target, the best first.
+        """Try targets in rounds, and return the last trial of each target, the best first.
+
+        The caller's random state is put back.
 
         Args:
             possible: The targets: schemes to convert to, with their options.
@@ -299,9 +301,10 @@ class Trials:
             trials: The number of trials in a round.
             rounds: The number of rounds.
         """
+        # Each round needs the fewest updates at least. Minutes are rounded up to a tenth.
         a_trial = _FEWEST_UPDATES * self.updating + self.evaluating
-        needed = rounds * trials * a_trial + self.seconds()
-        minutes = math.ceil(needed / _PLANNED / 6) / 10
+        needed_seconds = rounds * trials * a_trial + self.seconds()
+        minutes = math.ceil(needed_seconds / _PLANNED / 6) / 10
         return OptionError(
             f"{spelled('minutes', self.minutes)} is too short",
             f"an update takes {self.updating:.2g} s, and each of {trials} trials"

@@ -57,7 +57,7 @@ _CALIBRATE = (
 
 @dataclass(frozen=True)
 class Request:
-    """The target, the modules that take part, the purpose, and the files to write."""
+    """The options that say what to convert to, which modules, for what use, and what to write."""
 
     to: Annotated[str | None, Option(metavar="SCHEME", show_default=False, help=_TO)] = None
     output: Annotated[
@@ -83,10 +83,10 @@ class Request:
 
     @property
     def purpose(self) -> str | None:
-        """The purpose of --for.
+        """The one purpose that --for names, such as training with privacy, or None.
 
         Raises:
-            OptionError: There are several.
+            OptionError: --for is given several times.
         """
         purposes = self.purposes or []
         if len(purposes) > 1:
@@ -98,7 +98,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Fitting:
-    """The images that values are fitted to."""
+    """The options of the images that values are fitted to."""
 
     GROUP: ClassVar[str] = "Images to fit values to"
     calibrate: Annotated[str | None, Option(metavar="DATA|synthetic", help=_CALIBRATE)] = None
@@ -156,7 +156,9 @@ else:
 
 
 def left_out_of_help(words: Sequence[str]) -> set[str]:
-    """Return the options of other schemes than the one that a command line names.
+    """Return the names of the options that --help leaves out.
+
+    They are the options of other schemes than the one that the command line names.
 
     Args:
         words: The words of the command line. Without --to no scheme's options are shown.
@@ -178,7 +180,8 @@ def run(
     json: Json = False,
 ) -> int:
     """Convert a network, verify the result, save it."""
-    # Check what is asked for, before anything is opened.
+    # Check what is asked for, before anything is opened. An option that is not given is None, or an
+    # empty list.
     values = {
         **vars(options),
         "only": request.only,
@@ -197,7 +200,7 @@ def run(
     if request.plan is not None:
         atomic_write.check_writable(request.plan, force=request.force)
 
-    # Convert, by a plan from a file or to a scheme. A dry run only plans.
+    # Convert, by a plan from a file or to a scheme. A dry run to a scheme only plans.
     net = opening.open(model, device=fit.device)
     from normswap.analysis import summary
     from normswap.storage import checkpoint

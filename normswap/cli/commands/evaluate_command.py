@@ -33,7 +33,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Labelled(Images):
-    """Labelled images, which must be named."""
+    """The options that name labelled images, of which --data must be given."""
 
     data: Annotated[str, Option(metavar="PATH", help="As --data elsewhere.")] = field()
 

@@ -53,7 +53,7 @@ _WEIGHT_BITS = (
 
 @dataclass(frozen=True)
 class Written:
-    """Which file is written, and how."""
+    """The options that say which file is written, and how."""
 
     output: Annotated[
         Path, Option("-o", "--output", metavar="FILE", show_default=False, help="File to write.")

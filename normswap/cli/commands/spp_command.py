@@ -33,7 +33,7 @@ _QUANTITIES = ("block", "mean_sq", "variance", "branch_variance", "added_varianc
 
 @dataclass(frozen=True)
 class ImagesOrNoise(Images):
-    """The images, or the noise, that the networks run on."""
+    """The options of the images, or the noise, that the networks are run on."""
 
     data: Annotated[
         str, Option(metavar="PATH|noise", help="Images, as in `evaluate`, or N(0, 1).")
