@@ -132,7 +132,7 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
     if len(config["mean"]) != channels:
         return
     present = _Preparation(tuple(config["mean"]), tuple(config["std"]), reverses=False)
-    # The first distance is that of all images.
+    # The first distance is that of all images. Nothing is to be found if the images fit already.
     present_distances = _distances(case.model, images)
     if present_distances is None or present_distances[0] < _FAR:
         return
@@ -146,8 +146,8 @@ def unfit_preprocessing(case: Case) -> Iterator[Finding]:
             best = trial
             least = distances
 
-    # The best trial must be nearer than the stated preparation by a factor, in all images and in
-    # each part of them. The other distance that `_CLEARLY` asks for is that over all images.
+    # `_CLEARLY` has pairs of a factor and a distance. The best trial must be nearer than the stated
+    # preparation by the factor, in all images and in each part, and nearer than the distance.
     ratios = [
         before / max(after, 1e-9) for after, before in zip(least, present_distances, strict=True)
     ]

@@ -91,6 +91,7 @@ def _is_nearer(case: Case, eps: float, other_eps: float) -> bool:
 
 
 def _cost_of_eps(eps: float, right: float) -> str:
+    """Return the harm of a wrong eps, in words: it matters where it is as large as a variance."""
     return f"channels with a variance near {max(eps, right):g} are scaled wrongly"
 
 
@@ -212,11 +213,11 @@ def momentum(case: Case) -> Iterator[Finding | Remark]:
         evidence = f"momentum is {value:g} in {count}: {effect}"
 
         # A momentum of 0 or less leaves statistics of earlier weights, which the present weights
-        # contradict. A large one leaves statistics of a few images. Only images show these, in the
-        # checks that follow this one.
+        # contradict. A large one leaves statistics of a few images. These are seen with images, in
+        # the checks that follow. If an error would be seen and is not, there is no fault.
         has_wrong_statistics = any(contradicts_weights(case, site) for site in sites)
-        is_judged_later = is_stuck or case.images is not None
-        if is_judged_later and not has_wrong_statistics:
+        would_be_seen = is_stuck or case.images is not None
+        if would_be_seen and not has_wrong_statistics:
             yield Remark(
                 f"{evidence}. This is no fault in eval mode; before training on:"
                 f" {python_line(case, sites, 'norm.momentum = 0.1')}"
@@ -283,7 +284,7 @@ thawed = rule(
 
 def shared(case: Case) -> Iterator[Finding]:
     """Find one norm, or one tensor of statistics, that serves several places of the network."""
-    called_twice = [site for site in case.sites if _serves_several_layers(case, site)]
+    serving_several = [site for site in case.sites if _serves_several_layers(case, site)]
 
     # Different norms may hold the same tensor as their running mean.
     by_memory: dict[int, list[StoredNorm]] = {}
@@ -296,7 +297,7 @@ def shared(case: Case) -> Iterator[Finding]:
         if len(sites) > 1:
             aliased += sites
 
-    paths = tuple(dict.fromkeys(paths_of([*called_twice, *aliased])))
+    paths = tuple(dict.fromkeys(paths_of([*serving_several, *aliased])))
     if paths:
         yield Finding(
             "shared-norm",

@@ -238,8 +238,8 @@ class TrainingRun:
         Args:
             resume: Whether a run in the folder is continued.
         """
-        # The first process reads the folder and tells the others. It alone writes, and puts back what
-        # a killed process had moved aside.
+        # The first process reads the folder and tells the others. It alone writes, and puts back
+        # what a killed process had moved aside.
         continues = resume and from_first(self.engine, self.folder.state.is_file)
         if continues:
             if self.engine.is_main_process:
