@@ -44,10 +44,10 @@ _AFTER_TRAINING = Path(__file__).with_name("after_training.json")
 
 @dataclass(frozen=True)
 class Advice:
-    """A target that the network admits.
+    """A scheme that the network can be converted to, with the reason for it.
 
     Args:
-        scheme: The name of the target.
+        scheme: The name of the scheme.
         target: The words typed after `--to`: the name, perhaps with options.
         why: The reason, for the user.
         command: The command that converts the network. It is empty where nothing is to be done.
@@ -65,10 +65,10 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A target that suits the purpose. It is not known yet whether the network admits it.
+    """A scheme that suits the purpose. Whether the network can be converted to it is not known yet.
 
     Args:
-        scheme: The name of the target.
+        scheme: The name of the scheme.
         why: The reason, for the user.
         options: The options of the conversion, as `convert` takes them.
     """
@@ -87,7 +87,10 @@ def advise(
     deploy: bool = False,
     data: str = "DATA",
 ) -> tuple[list[Advice], dict[str, str]]:
-    """Return the possible targets for a network, the best first, and why others are not possible.
+    """Return the schemes that a network can be converted to for a purpose, the best first.
+
+    A second value tells why others that suit the purpose are not possible: the reason of each, by
+    the name of the scheme.
 
     Args:
         network: The network, or its record.
@@ -134,11 +137,11 @@ def advise(
 def _planned(
     network: Network, candidate: _Candidate, *, name: str, data: str, private: bool
 ) -> Advice:
-    """Return the advice for a candidate.
+    """Return a candidate as advice, with the command that converts the network.
 
     Args:
         network: The network.
-        candidate: The target, with the reason for it.
+        candidate: The scheme, with the reason for it.
         name: What the commands call the network.
         data: What the commands call the images to fit to.
         private: Whether the network will be trained privately.
@@ -146,7 +149,7 @@ def _planned(
     Raises:
         RefusedError: The network does not admit the target.
     """
-    # A scheme that does not keep the function fits its values to images.
+    # A scheme that fits values and does not keep the function exactly needs images.
     scheme = schemes.get(candidate.scheme)
     is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
     options = dict(candidate.options)
@@ -187,9 +190,7 @@ def _planned(
 def elsewhere(
     network: Network, batch_size: int, *, private: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """Return the accuracies after training that were measured in the task most like the user's.
-
-    They were measured on other networks.
+    """Return accuracies that other networks had after conversion and training in a similar task.
 
     Args:
         network: The network that is asked about.
@@ -197,7 +198,7 @@ def elsewhere(
         private: Whether training is private.
 
     Returns:
-        The task in words, and by target the top-1 with its deviation, as text.
+        The task in words, and the top-1 with its deviation, as text, by target.
     """
     # The names are those of the file. The first difference that applies decides.
     task = "labels"
@@ -217,7 +218,7 @@ def elsewhere(
 def _candidates(
     model: nn.Module, batch_size: int, *, private: bool, deploy: bool
 ) -> Iterator[_Candidate]:
-    """Yield the targets that suit the purpose, the best first.
+    """Yield the schemes that suit the purpose, the best first.
 
     Args:
         model: The network.
@@ -249,7 +250,7 @@ def _candidates(
 
 
 def _without_batch_statistics(reason: str, *, caution: str = "") -> Iterator[_Candidate]:
-    """Yield the targets that need no statistics of the batch.
+    """Yield the schemes that need no statistics of the batch, the best first.
 
     Args:
         reason: Why the statistics of the batch are of no use, as the beginning of a sentence.

@@ -41,7 +41,7 @@ _Moments = dict[str, ChannelMoments]
 
 @dataclass(frozen=True)
 class Point:
-    """The signal at one residual block of one network.
+    """The mean and variance of the activations at one residual block of a network.
 
     Args:
         block: The path of the block.
@@ -87,7 +87,9 @@ class _BlockNodes:
 def signal_propagation(
     model: nn.Module | Network, batches: Inputs = None, *, batch_statistics: bool = False
 ) -> list[Point]:
-    """Measure the signal at every residual block of a network, which is not changed.
+    """Measure the mean and variance of the activations at every residual block.
+
+    The network is not changed.
 
     Args:
         model: A network, or its record.
@@ -178,7 +180,7 @@ def _multipliers(module: nn.Module) -> tuple[str, ...]:
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """Return a copy in which every gamma, gain or scalar that is 0 throughout is 1.
+    """Return a copy of a network in which every gamma, gain or scalar of zeros is set to ones.
 
     Such a parameter hides its branch from the plot. timm starts each branch with a last gamma, gain
     or `skipinit_gain` of 0; SkipInit may start from alpha = 0.
@@ -211,11 +213,12 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def _averages(moments: ChannelMoments) -> tuple[float, float]:
-    """Return the mean of channels' squared means, and the mean of channels' variances.
+    """Return the average over channels of the squared mean, and that of the variance.
 
     Args:
-        moments: The moments of each channel of a block's output.
+        moments: The moments of each channel of a node's value.
     """
+    # `moments.square` is the sum of squared distances from the mean.
     mean_sq = moments.mean.square().mean()
     variance = (moments.square / moments.count).mean()
     return float(mean_sq), float(variance)
@@ -236,7 +239,7 @@ def _add_moments(
     Raises:
         RefusedError: The network does not run on the batch, or takes another path through its code.
     """
-    # A node that this run does not reach stays in `missing`.
+    # A node whose value is met is taken out. What is left in the end was not reached by this run.
     missing = set(names)
 
     def add(name: str, x: object) -> None:
@@ -265,18 +268,24 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
 
     The search goes up from the end of the branch, past drop path, identities, learnable scalars and
     one constant factor.
+
+    Args:
+        anatomy: The recorded network.
+        block: The block.
     """
     node = block.branch
     constants_left = 1
     while True:
+        # Stop at the first node that is none of these.
         module = anatomy.traced.module(node)
-        sources = inputs(node)
-        tensors = [source for source in sources if source.op != "get_attr"]
         multiplies = node.target in MULTIPLICATIONS
         passes = isinstance(module, nn.Identity) or type(module).__name__ == "DropPath"
         if not (multiplies or passes or scales_branch(module)):
             return node
 
+        # The other factor of a product is a number, a parameter (`get_attr`) or another tensor.
+        sources = inputs(node)
+        tensors = [source for source in sources if source.op != "get_attr"]
         if multiplies and len(sources) == 1:
             constants_left -= 1
         # A product of two tensors is a gate. The second constant from the end is the attention gain

@@ -44,6 +44,9 @@ def plot(curves: Curves, file: Path, inputs: str) -> Path:
         curves: The points of each network, by its name.
         file: Where the picture is written. The suffix names its format.
         inputs: What the networks were run on, for the title.
+
+    Returns:
+        The path of the picture.
     """
     from matplotlib.figure import Figure
 
@@ -61,7 +64,7 @@ def plot(curves: Curves, file: Path, inputs: str) -> Path:
 
 
 def is_logarithmic(curves: Curves, quantities: Iterable[str]) -> bool:
-    """Return whether a quantity varies so much that the axes should be logarithmic.
+    """Whether some quantity varies so much that the axes should be logarithmic.
 
     The answer is for all panels at once, so that they can be compared side by side.
 
@@ -107,7 +110,7 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str, *, is_log: bool)
             fillstyle="none",
         )
 
-    # A logarithmic axis leaves a margin below the smallest value.
+    # A logarithmic axis begins a little below the smallest value. A linear one begins at 0.
     if is_log:
         axes.set_yscale("log")
         axes.set_ylim(bottom=_span(curves, quantity)[0] / 1.6)
@@ -122,7 +125,7 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str, *, is_log: bool)
 
 
 def over_blocks(axes: Axes, stages: Sequence[str]) -> None:
-    """Let the x axis count residual blocks from 1, and shade every other stage.
+    """Set up the x axis to count residual blocks from 1, and shade every other stage.
 
     Args:
         axes: The axes.

@@ -24,7 +24,9 @@ _BLOCK_FIELDS = ("path", "stage", "skip", "order", "tail", "norms", "last", "gat
 
 
 def of_network(network: Network, source: str) -> Body:
-    """Describe a network, every residual block (`blocks`) and every norm (`sites`).
+    """Return a dict that describes a network for `normswap inspect --json`.
+
+    It has an entry for every residual block (`blocks`) and for every norm (`sites`).
 
     Args:
         network: The network.
@@ -68,7 +70,10 @@ def sizes(model: nn.Module) -> dict[str, int]:
 
 
 def _block(block: Block, anatomy: Anatomy) -> Body:
-    """Describe a residual block, with the value of the scalar on its branch or None."""
+    """Return a dict that describes a residual block.
+
+    `alpha` is the value of the scalar on its branch, or None if it has none.
+    """
     body: Body = {name: getattr(block, name) for name in _BLOCK_FIELDS}
     body["norms"] = list(block.norms)
     body["alpha"] = None
@@ -80,12 +85,19 @@ def _block(block: Block, anatomy: Anatomy) -> Body:
 
 
 def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
-    """Describe a norm.
+    """Return a dict that describes a norm.
 
     Args:
         norm: The norm.
         anatomy: The recorded network.
         folding: The plan that folds every norm, which says what would become of this one.
+
+    Returns:
+        The norm's kind and place. `mean` and `std` are the ranges over channels of its output's
+        moments. `constant` is the share of variance + eps that is the same for every sample, and
+        `removed` is the rest (`constant_share`). `folding` says what folding would do to the norm,
+        `refused` why the norm cannot be folded. Each is None where it is not known or does not
+        apply.
     """
     # The moments of the norm's output, or those of the BatchNorm that once stood there.
     site = norm.site
@@ -98,7 +110,8 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         if kept:
             mean, std = kept
 
-    # Folding looks at affine norms alone, so the reason why another norm stays is its site's.
+    # Folding looks only at norms that are s x + t per channel in eval mode. For another norm, the
+    # reason is its site's.
     refused = folding.refusals.get(norm.path)
     if not site.is_affine_norm:
         refused = refused or site.refusal
@@ -134,6 +147,7 @@ def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
     Returns:
         The share, or None unless the norm is a GroupNorm in the place of a BatchNorm.
     """
+    # The running statistics of the BatchNorm, and the edit of the plan that replaced it.
     original = anatomy.original_path(norm.path)
     record = anatomy.provenance
     mean, var = (record.norms.get(f"{original}.running_{name}") for name in ("mean", "var"))
@@ -154,12 +168,12 @@ def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
 
 def _group_norm_edit(plan: Plan, path: str) -> Edit | None:
     """Return the last edit of a plan that placed a GroupNorm at a path, or None."""
-    found = None
+    last_edit = None
     for step in plan.steps:
         for edit in step.edits:
             if edit.path == path and edit.layer == "GroupNorm":
-                found = edit
-    return found
+                last_edit = edit
+    return last_edit
 
 
 def _range(values: Tensor | None) -> list[float] | None:
@@ -170,15 +184,17 @@ def _range(values: Tensor | None) -> list[float] | None:
 
 
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
-    """Describe a step of a plan.
+    """Return a dict that describes a step of a plan.
 
-    `left`, `renames` and `report` are empty here. `of_conversion` fills them in.
+    `left` (the norms that stay), `renames` and `report` are empty here. `of_conversion` fills them
+    in.
 
     Args:
         step: The step.
         builder: The plan in the making, with outcomes and notes. None if the step was planned
             earlier.
     """
+    # Without a builder there are no outcomes and no notes.
     outcomes = getattr(builder, "outcomes", {})
     scalars = [edit for edit in step.edits if edit.layer == "Scale"]
     return {
@@ -196,7 +212,7 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
 
 
 def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
-    """Describe the steps of a conversion. The record of the last step holds what was measured.
+    """Return a dict for each step of a conversion. The last one has what was measured.
 
     Args:
         conversion: The conversion.
@@ -220,10 +236,10 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
 
 
 def of_report(report: Report) -> Body:
-    """Describe a report, and say of each error whether it is within the tolerance.
+    """Return a report as a dict, in which each error at the outputs says if it is `within` bounds.
 
     Args:
-        report: The report. Its figures are of noise, but for `kept`, which is of images.
+        report: The report of a conversion. `kept` was measured on images, everything else on noise.
     """
     body = dataclasses.asdict(report) | {"verdict": report.verdict}
     if report.kept is not None:

@@ -97,7 +97,9 @@ class Assignment:
 def roles(
     model: nn.Module, policy: Policy = "kim2022", network: Network | None = None
 ) -> list[Assignment]:
-    """Assign every trainable parameter its role, in the order of `named_parameters`.
+    """Return the role of every trainable parameter, and whether it decays.
+
+    The order is that of `named_parameters`.
 
     Args:
         model: The network, or a copy of it, such as an average of its weights.
@@ -151,7 +153,7 @@ def _decays(role: str, policy: Policy) -> bool:
 
 
 def _decaying_by_timm(model: nn.Module) -> set[int]:
-    """Return the identities of the parameters that decay under timm's rule."""
+    """Return the ids of the parameters that decay under timm's rule."""
     # Any weight decay above 0 will do: what is read is only which parameters timm gives it to.
     groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
     decaying: set[int] = set()
@@ -247,7 +249,7 @@ def param_groups(
 
 
 def _layer_scales(model: nn.Module, layer_decay: float) -> dict[int, float]:
-    """Return timm's scale of the learning rate of each parameter, by the parameter's identity.
+    """Return timm's scale of the learning rate of each parameter, by the parameter's id.
 
     Args:
         model: The network.
@@ -311,13 +313,15 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
 
 
 def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
-    """Return the role of a parameter, as far as the class of its module tells it.
+    """Return the role of a parameter, or None if the class of its module does not tell it.
 
     Args:
         owner: The module that has the parameter.
         name: The parameter's name in the module.
-        gamma: The role of the module's gamma, if it is a norm or stands for one.
+        gamma: The role of the module's gamma, if it is a norm or a layer in a norm's place.
     """
+    # Layers of this package list the roles of their parameters. GAMMA marks the one that has the
+    # role of the norm's gamma.
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
         role = owner.ROLES[name]
         return gamma if role == GAMMA else role
@@ -336,9 +340,15 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
 def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     """Return the role of each norm's gamma, by the path of the module that holds it.
 
-    For a norm that is gone, this is the module that stands in its place or has absorbed it.
+    If a conversion took a norm away, that module is the layer in its place, or the convolution that
+    has absorbed it. The result is empty if the network cannot be traced.
+
+    Args:
+        model: The network.
+        network: The record of the network, if there is one already.
     """
-    # The given record does not have the norms that are put back here.
+    # The roles are read in a copy, in which the norms are put back. The given record is of `model`,
+    # so it is used only if there were no norms to put back.
     twin = _with_its_norms(model)
     if network is None or twin is not model:
         network = Network(twin)
@@ -347,22 +357,16 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     except TraceError:
         return {}
 
-    gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
-    # A LayerNorm that begins a branch may be the branch's last norm, too. It does not end it then.
-    for block in anatomy.blocks:
-        for path in block.norms:
-            is_layernorm = anatomy.site(path).is_at_each_position
-            if is_layernorm and gammas[path] == "gamma_last" and not _ends(path, block, anatomy):
-                gammas[path] = "gamma_other"
-
-    # A norm may stand at several paths, and the anatomy names one of them.
-    by_identity = {id(twin.get_submodule(path)): role for path, role in gammas.items()}
-    gammas = {}
+    # A norm may stand at several paths, of which the anatomy names one. All of them get its role.
+    role_by_id = {
+        id(twin.get_submodule(path)): role for path, role in _gammas_of_norms(anatomy).items()
+    }
+    gammas: dict[str, str] = {}
     for path, module in nn.Module.named_modules(twin, remove_duplicate=False):
-        if id(module) in by_identity:
-            gammas[path] = by_identity[id(module)]
+        if id(module) in role_by_id:
+            gammas[path] = role_by_id[id(module)]
 
-    # A convolution in tune mode has the role of the norm that it absorbed.
+    # A convolution that absorbed a norm to train its gamma (`tune`) has the role of that norm.
     convolutions: dict[str, str] = {}
     for conv_path, norm_path in _tuned_norms(model).items():
         if norm_path in gammas:
@@ -370,8 +374,29 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     return gammas | convolutions
 
 
+def _gammas_of_norms(anatomy: Anatomy) -> dict[str, str]:
+    """Return the role of each norm's gamma, by the path of the norm."""
+    gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
+    # A LayerNorm that begins a branch may be the branch's last norm, too. If a linear layer follows
+    # it, it does not end the branch, and its gamma is no `gamma_last`.
+    for block in anatomy.blocks:
+        for path in block.norms:
+            if not anatomy.site(path).is_at_each_position:
+                continue
+            if gammas[path] == "gamma_last" and not _ends_branch(path, block, anatomy):
+                gammas[path] = "gamma_other"
+    return gammas
+
+
 def _tuned_norms(model: nn.Module) -> dict[str, str]:
-    """Return the path of the norm, with its gamma, that each convolution in tune mode absorbed."""
+    """Return the path of the norm that each convolution of the scheme `tune` has absorbed.
+
+    Such a convolution computes with the statistics of the norm as constants, and trains the norm's
+    gamma and beta.
+
+    Returns:
+        The path of the norm, by the path of the convolution.
+    """
     norms: dict[str, str] = {}
     for step in provenance.of(model).plan.steps:
         for edit in step.edits:
@@ -381,7 +406,7 @@ def _tuned_norms(model: nn.Module) -> dict[str, str]:
     return norms
 
 
-def _ends(path: str, block: Block, anatomy: Anatomy) -> bool:
+def _ends_branch(path: str, block: Block, anatomy: Anatomy) -> bool:
     """Whether the norm at a path ends a block's branch: no linear layer stands behind it."""
     # From the end of the branch upwards, the norm or a linear layer is met first.
     for node in anatomy.traced.upwards(block.branch):
@@ -391,9 +416,10 @@ def _ends(path: str, block: Block, anatomy: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """Return a copy with a BatchNorm wherever a conversion took one away, to read its role.
+    """Return a copy with a BatchNorm wherever a conversion took a norm away, to read its role.
 
-    `model` itself is returned if no norms are gone, or if no layer of normswap's holds a gamma.
+    The copy is only traced. `model` itself is returned if no norms are gone, or if no layer of this
+    package holds a gamma.
     """
     record = provenance.of(model)
     has_gammas = any(
@@ -406,7 +432,8 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
     # The copy shares the tensors.
     tensors = [*nn.Module.parameters(model), *nn.Module.buffers(model)]
     twin = copying.duplicate(model, {id(tensor): tensor for tensor in tensors})
-    # A key of the record is the path of a norm and the name of a tensor. Each norm has one mean.
+    # A key of the record is the path of a norm and the name of a tensor, such as
+    # `layer1.0.bn1.running_mean`. Each norm has one running mean.
     for key, mean in record.norms.items():
         path, _, name = key.rpartition(".")
         if name == "running_mean":

@@ -29,6 +29,7 @@ _TF32 = 1e-2
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
+    """Return the tensor as it is, where a contender takes images and answers as the first does."""
     return tensor
 
 
@@ -41,7 +42,7 @@ class Contender:
     """A network, or an exported file of it, that is timed.
 
     Args:
-        form: The form of the network: its scheme, or the name of a file.
+        form: What the rows call it: the scheme of the network, or the name of a file.
         runtime: The runtime that runs it.
         run: Runs one forward pass.
         prepare: Turns images (N, C, H, W) into the input of `run`.
@@ -84,6 +85,7 @@ def run(
         nothing. It is None for a contender that failed, and for the first one if it is right. Times
         are in ms: the median and the quartiles.
     """
+    # Each contender that is timed, its prepared images, and the seconds of each of its passes.
     rows = check_contenders(contenders, images, device)
     timed: list[tuple[Contender, Tensor, list[float]]] = []
     for contender, row in zip(contenders, rows, strict=True):
@@ -111,7 +113,7 @@ def run(
 
 
 def figures(passes: Sequence[float], images: int, first: Sequence[float]) -> Body:
-    """Return the times and speeds of a contender.
+    """Return the entries of a contender's row that tell its times and its speed.
 
     Args:
         passes: The seconds of each pass.
@@ -132,7 +134,7 @@ def figures(passes: Sequence[float], images: int, first: Sequence[float]) -> Bod
 def check_contenders(
     contenders: Sequence[Contender], images: Tensor, device: torch.device
 ) -> list[Body]:
-    """Let each contender answer once.
+    """Let each contender answer once, and compare its answers with the first contender's.
 
     Args:
         contenders: The contenders. The first one that runs gives the answers that are right.
@@ -152,9 +154,9 @@ def check_contenders(
             "status": "ok",
             "reason": "",
         }
-        unknown = ("verdict", "error", "ms", "ms_low", "ms_high", "images_per_s", "speedup")
-        # Every row has these keys. A figure that is not measured stays None.
-        row |= dict.fromkeys(unknown)
+        # Every row has these keys, too. A figure that is not measured stays None.
+        measured = ("verdict", "error", "ms", "ms_low", "ms_high", "images_per_s", "speedup")
+        row |= dict.fromkeys(measured)
         rows.append(row)
 
         try:

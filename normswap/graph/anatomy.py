@@ -147,22 +147,29 @@ class Anatomy:
 
     @property
     def refusals(self) -> tuple[tuple[str, str], ...]:
-        """The path of every module that could not be looked into, with the reason."""
+        """The modules that cannot be converted: the path of each, with the reason.
+
+        They could not be looked into, or their forward calls a norm's function itself.
+        """
         return (*self.traced.opaque.items(), *self.functional_norms.items())
 
     def site(self, path: str) -> Site:
-        """Return what the module at a path is, and how forward reaches it."""
+        """Return the site of the module at a path: what it is, and how forward reaches it."""
         return self.traced.site(path)
 
     def takes_part(self, path: str) -> bool:
-        """Whether the module or block at `path` may be converted."""
+        """Whether the module or block at `path` may be converted.
+
+        The path of a block may end in its number, `layer1.0+2`, which no module's path has.
+        """
         return path.partition("+")[0] not in self.outside
 
     @property
     def refused_norms(self) -> str:
-        """Why norms that take part cannot be converted: the first with its path, and a count.
+        """A sentence on the norms that cannot be converted, among those that may be (`takes_part`).
 
-        The text is empty if there are none.
+        It has the path of the first, the reason, and how many more there are. It is empty if there
+        are none.
         """
         reasons = {norm.path: norm.site.refusal for norm in self.norms}
         reasons |= self.functional_norms
@@ -186,9 +193,13 @@ class Anatomy:
         return tuple(block for block in self.blocks if self.takes_part(block.path))
 
     def current_path(self, original: str) -> str:
-        """Return the path at which a norm of the source network stands now.
+        """Return the path at which the layer in place of a norm of the source network stands.
 
-        If a `Chain` stands there, the norm's place is its first layer, `inner`.
+        A conversion may put a `Chain` of two layers at the norm's path. The first of them, `inner`,
+        is then the layer in place of the norm.
+
+        Args:
+            original: The path of the norm in the source network.
         """
         while isinstance(self.traced.modules.get(original), Chain):
             original = f"{original}.inner"
@@ -197,7 +208,8 @@ class Anatomy:
     def original_path(self, path: str) -> str:
         """Return the path that the norm at `path` had in the source network.
 
-        If the norm is one layer of a `Chain`, the original path is the path of the `Chain`.
+        A conversion may put a `Chain` of two layers in place of a norm. For both of its layers, the
+        original path is the path of the `Chain`.
         """
         # The layers of a Chain are called `inner` and `then`. These names are cut off, unless the
         # source network itself had a norm at such a path.
@@ -211,7 +223,8 @@ class Anatomy:
     def kept_moments(self, path: str) -> tuple[Tensor, Tensor] | None:
         """Return mean and deviation per channel of the output of the norm that once was at `path`.
 
-        None says that provenance has no record of the norm.
+        Conversions keep the tensors of the source's norms in the network's provenance. The result
+        is None if it has none for this path.
         """
         original = self.original_path(path)
         names = ("running_mean", "weight", "bias", "output_mean", "output_std")
@@ -220,13 +233,14 @@ class Anatomy:
 
         if mean is None:
             return None
+        # They may be stored as such. Otherwise they follow from the norm's own tensors.
         if output_mean is not None and output_std is not None:
             return output_mean.double(), output_std.double()
         return output_moments(mean, gamma, beta)
 
 
 def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:
-    """Return the anatomy with fewer modules that a conversion may change.
+    """Return the anatomy with the modules that a conversion must leave as they are (`outside`).
 
     Args:
         anatomy: The anatomy of the whole network.
@@ -264,6 +278,7 @@ def _check_patterns(option: str, patterns: Sequence[str], paths: Sequence[str]) 
         if any(matches(pattern, path) for path in paths):
             continue
 
+        # Suggest the paths most like the pattern, also those of modules around.
         parents: set[str] = set()
         for path in paths:
             parents.update(_parents(path))
@@ -307,7 +322,8 @@ def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
             continue
 
         parents = _parents(path)
-        # The widest patterns come first: each module above, then this name below any parent.
+        # The widest patterns come first. For layer3.0.bn1 they are layer3 and layer3.0, then *.bn1,
+        # then the path itself.
         candidates = [*parents]
         if parents:
             candidates.append(f"*{path.removeprefix(parents[-1])}")

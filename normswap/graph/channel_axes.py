@@ -68,7 +68,7 @@ _IsIdentity = Callable[[fx.Node], bool]
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the channels of a value are.
+    """Where the channels of a value (a tensor of the forward) are.
 
     Args:
         size: The number of channels.
@@ -89,9 +89,10 @@ Axes: TypeAlias = dict[fx.Node, Axis]
 
 
 def is_step(traced: Traced, node: fx.Node) -> bool:
-    """Whether `node` is linear and does the same to every channel.
+    """Whether `node` is a step that moves or averages elements, in all channels alike.
 
-    The answer is right only if the node's channel axis is known: a reshape may mix channels.
+    Only the kind of the operation is looked at. A reshape may mix channels, so the answer is right
+    only if the node's channel axis is known.
     """
     module = traced.module(node)
     if module is None:
@@ -118,29 +119,29 @@ def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 @torch.no_grad()
 def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
-    """Return the channel axis of every value on which the records of all sizes agree.
+    """Return the channel axis of each node's value, as far as the records of all sizes agree on it.
 
-    Records of other paths through the network have values of their own, and add the axes of these.
+    A record of another path through the network has nodes of its own. Their axes are returned, too.
 
     Args:
         traced: The recorded network.
         is_identity: Returns whether a node passes its input on unchanged.
     """
-    axes = _LabelReader(traced, traced, traced.nodes, is_identity).axes()
+    axes = _LayoutReader(traced, traced, traced.nodes, is_identity).axes()
     for record in traced.others:
-        resized = _LabelReader(traced, record, traced.nodes, is_identity).axes()
+        resized = _LayoutReader(traced, record, traced.nodes, is_identity).axes()
         axes = {node: axis for node, axis in axes.items() if axis == resized.get(node)}
 
     for record in traced.alternatives:
-        axes |= _LabelReader(traced, record, record.nodes, is_identity).axes()
+        axes |= _LayoutReader(traced, record, record.nodes, is_identity).axes()
     return axes
 
 
 @dataclass(frozen=True)
-class _Label:
-    """The channel of every element of a value.
+class _Layout:
+    """How the channels of a tensor lie in it: which element belongs to which channel.
 
-    Element i of the flattened value belongs to channel (i // stride) % size.
+    Element i of the flattened tensor belongs to channel (i // stride) % size.
 
     Args:
         size: The number of channels.
@@ -153,25 +154,28 @@ class _Label:
     pure: bool = True
 
     def numbers(self, shape: torch.Size) -> Tensor:
-        """Return the channel number, from 1, of every element of a value of this shape, in float64.
+        """Return the channel number of every element of a tensor of this shape, in float64.
 
         Channel numbers begin at 1 because 0 marks an element that belongs to no channel.
         """
-        once = torch.arange(1.0, self.size + 1, dtype=torch.float64).repeat_interleave(self.stride)
-        return once.repeat(math.prod(shape) // len(once)).view(shape)
+        # One run through all channels: 1, 1, ..., 2, 2, ... Then it begins again.
+        period = torch.arange(1.0, self.size + 1, dtype=torch.float64)
+        period = period.repeat_interleave(self.stride)
+        return period.repeat(math.prod(shape) // len(period)).view(shape)
 
 
-# The label of a tensor, or the labels of a tuple of tensors, some of which may have none.
-_Labels: TypeAlias = _Label | tuple[_Label | None, ...]
+# The channel layout of a tensor, or those of a tuple of tensors, some of which may have none.
+_Layouts: TypeAlias = _Layout | tuple[_Layout | None, ...]
 
 
-class _LabelReader:
-    """Finds the labels of all values of one record.
+class _LayoutReader:
+    """Finds the channel layouts of the values of all nodes of one record.
 
     Args:
         traced: The whole recorded network.
-        record: The record to read: `traced` itself, or one of its other records.
-        nodes: The node under which `axes` returns the axis of each node of `record`, in order.
+        record: The record to read: `traced` itself, or a record of it on another size or path.
+        nodes: For each node of `record`, in order, the node under which `axes` returns its axis. In
+            a record of another size, it is the same node of `traced`.
         is_identity: Returns whether a node passes its input on unchanged.
     """
 
@@ -182,57 +186,58 @@ class _LabelReader:
         self.record = record
         self.is_identity = is_identity
         self.node_of = dict(zip(record.nodes, nodes, strict=True))
-        self.labels: dict[fx.Node, _Labels] = {}
+        self.layouts: dict[fx.Node, _Layouts] = {}
 
     def axes(self) -> Axes:
-        """Return the channel axis of every value of the record that has one.
+        """Return the channel axis of the value of each node, where it is known.
 
         The axis of a tuple of tensors is left out, as each of its tensors has an axis of its own.
         """
         for node in self.record.nodes:
-            labels = self._label(node, node.meta["shape"])
-            if labels is not None:
-                self.labels[node] = labels
+            layouts = self._layout(node, node.meta["shape"])
+            if layouts is not None:
+                self.layouts[node] = layouts
 
         axes: Axes = {}
-        for node, label in self.labels.items():
-            if isinstance(label, _Label):
-                axes[self.node_of[node]] = _axis(label, node.meta["shape"])
+        for node, layout in self.layouts.items():
+            if isinstance(layout, _Layout):
+                axes[self.node_of[node]] = _axis(layout, node.meta["shape"])
         return axes
 
-    def _label(self, node: fx.Node, shape: object) -> _Labels | None:
-        """Return the labels of the node's value, or None if its channels are not known.
+    def _layout(self, node: fx.Node, shape: object) -> _Layouts | None:
+        """Return the channel layout of a node's value, or None if its channels are not known.
 
         Args:
-            node: The node.
+            node: The node. The layouts of its inputs' values are in `self.layouts`.
             shape: The shape of its value, or a tuple of the shapes of its tensors.
         """
         if isinstance(shape, torch.Size):
-            label = self._beginning_label(node, shape)
-            if label is not None:
-                return label
+            layout = self._first_layout(node, shape)
+            if layout is not None:
+                return layout
 
         sources = inputs(node)
-        if not any(source in self.labels for source in sources):
+        if not any(source in self.layouts for source in sources):
             return None
 
-        # Identities, products with a number and affine maps keep the labels. Sums, and steps that
-        # move elements, may change them.
+        # Identities, products with a number and affine maps keep the layout. Sums, and steps that
+        # move elements, may change it.
         site = self.traced.site_at(node)
         is_map = site is not None and site.is_affine
         if self.is_identity(self.node_of[node]) or is_constant_mul(node) or is_map:
-            return self.labels[sources[0]]
+            return self.layouts[sources[0]]
         if is_add(node) or scaled(self.traced, node):
-            return self._common_label(node, sources)
-        if is_step(self.traced, node) and all(source in self.labels for source in sources):
-            return self._labels_after(node, set(sources))
+            return self._common_layout(node, sources)
+        if is_step(self.traced, node) and all(source in self.layouts for source in sources):
+            return self._layouts_after(node, set(sources))
         return None
 
-    def _beginning_label(self, node: fx.Node, shape: torch.Size) -> _Label | None:
-        """Return the label of a value whose channels begin here, or None for any other value.
+    def _first_layout(self, node: fx.Node, shape: torch.Size) -> _Layout | None:
+        """Return the channel layout of a layer's output or of a parameter, or None.
 
-        Channels begin at linear layers, LayerScales, norms and parameters. A parameter has its
-        channels last.
+        A linear layer, LayerScale, LayerNorm or RMSNorm says in which dimension its output has the
+        channels. A parameter is taken to have them in its last dimension. For any other value, the
+        result is None.
 
         Args:
             node: The node of the value.
@@ -242,11 +247,13 @@ class _LabelReader:
         if node.op == "get_attr":
             if not shape or not self.record.fetch(str(node.target)).is_floating_point():
                 return None
-            return _Label(shape[-1], 1)
+            return _Layout(shape[-1], 1)
 
         site = self.traced.site_at(node)
         if site is None:
             return None
+
+        # These are 1, -1 or None: the dimension of a norm, or else of a LayerScale.
         dim = site.channel_dim or site.scaled_dim
         if isinstance(site.module, nn.Linear):
             dim = -1
@@ -254,57 +261,68 @@ class _LabelReader:
             dim = 1
         if dim is None or len(shape) < 2:
             return None
-        return _Label(shape[dim], math.prod(shape[dim % len(shape) + 1 :]))
+        # The stride of a dimension is the product of the sizes behind it.
+        return _Layout(shape[dim], math.prod(shape[dim % len(shape) + 1 :]))
 
-    def _common_label(self, node: fx.Node, arms: list[fx.Node]) -> _Labels | None:
-        """Return the label that both inputs of a sum, or of a product with a parameter, agree on.
+    def _common_layout(self, node: fx.Node, operands: list[fx.Node]) -> _Layouts | None:
+        """Return the channel layout of a sum, or of a product with a parameter.
 
         Args:
             node: The node of the sum or product.
-            arms: The nodes of its two inputs.
+            operands: The nodes of its two inputs.
 
         Returns:
-            The label, or None if the inputs have different ones.
+            The layout that both inputs have, or None if they differ, or if that of one is unknown.
         """
-        first, second = arms
-        self._label_parameter(first, self.labels.get(second))
-        self._label_parameter(second, self.labels.get(first))
+        first, second = operands
+        # A parameter gets the layout of the other input.
+        self._set_parameter_layout(first, self.layouts.get(second))
+        self._set_parameter_layout(second, self.layouts.get(first))
 
-        label = self.labels.get(first)
-        # If no input is broadcast, a common label is the label of the result as well.
-        same_shape = all(arm.meta["shape"] == node.meta["shape"] for arm in arms)
-        if label == self.labels.get(second) and same_shape:
-            return label
+        layout = self.layouts.get(first)
+        # If no input is broadcast, a common layout is the layout of the result as well.
+        same_shape = all(operand.meta["shape"] == node.meta["shape"] for operand in operands)
+        if layout == self.layouts.get(second) and same_shape:
+            return layout
 
-        # Inputs of other shapes are broadcast, so each is labelled as it stands in the result.
-        labels = [self._labels_after(node, {arm}) for arm in arms if arm in self.labels]
-        both_agree = len(labels) == 2 and labels[0] == labels[1]
-        return labels[0] if both_agree else None
+        # An input of another shape is broadcast. So the layouts of both are found as they are in
+        # the result, each by itself.
+        layouts = [
+            self._layouts_after(node, {operand}) for operand in operands if operand in self.layouts
+        ]
+        both_agree = len(layouts) == 2 and layouts[0] == layouts[1]
+        return layouts[0] if both_agree else None
 
-    def _label_parameter(self, node: fx.Node, label: Any) -> None:
-        """Give a parameter the channels of the value that it is added to or multiplied with.
+    def _set_parameter_layout(self, node: fx.Node, layout: Any) -> None:
+        """Set the channel layout of a parameter, by the value that is added to it or multiplied.
 
         Args:
             node: The node of the parameter. Any other node is left as it is.
-            label: The label of the value, or None.
+            layout: The layout of that value, or None if it is not known.
         """
-        if node.op != "get_attr" or not label:
+        # A parameter is read by a `get_attr` node.
+        if node.op != "get_attr" or not layout:
             return
         # A parameter of one number per channel has the channels side by side.
         count = math.prod(node.meta["shape"])
-        if count == label.size:
-            self.labels[node] = _Label(count, 1)
-        elif not count % (label.size * label.stride):
+        if count == layout.size:
+            self.layouts[node] = _Layout(count, 1)
+        elif not count % (layout.size * layout.stride):
             # An embedding that is added to maps has its channels in the maps' dimension.
-            self.labels[node] = label
+            self.layouts[node] = layout
 
-    def _labels_after(self, node: fx.Node, carriers: set[fx.Node]) -> _Labels | None:
-        """Return the labels after a step, found by running it on channel numbers.
+    def _layouts_after(self, node: fx.Node, carriers: set[fx.Node]) -> _Layouts | None:
+        """Return the channel layout of a step's result, found by running it on channel numbers.
 
         Args:
             node: The step.
             carriers: The inputs that get their channel numbers. All other inputs get the neutral
                 element: 0, or 1 where the step multiplies.
+
+        Returns:
+            The layout, or None if the step does not run on channel numbers, or if its result has no
+            layout. If the step returns several tensors, the result is a tuple with the layout of
+            each, or None.
         """
         neutral = float(is_mul(node))
 
@@ -316,11 +334,12 @@ class _LabelReader:
                     return None
                 return torch.full(shape, neutral, dtype=torch.float64)
 
-            labels = self.labels[source]
-            if isinstance(labels, _Label):
-                return labels.numbers(shape)
-            pairs = zip(labels, shape, strict=True)
-            return tuple(label and label.numbers(size) for label, size in pairs)
+            layouts = self.layouts[source]
+            if isinstance(layouts, _Layout):
+                return layouts.numbers(shape)
+            # The value is a tuple of tensors. A tensor without a layout becomes None.
+            pairs = zip(layouts, shape, strict=True)
+            return tuple(layout and layout.numbers(size) for layout, size in pairs)
 
         args = fx.node.map_arg(node.args, numbers)
         kwargs = fx.node.map_arg(node.kwargs, numbers)
@@ -329,33 +348,38 @@ class _LabelReader:
         except (RuntimeError, TypeError, AttributeError, IndexError):
             return None
 
-        # Values with different numbers of channels cannot share a label.
-        carried = self._labels_of(carriers)
-        sizes = {label.size for label in carried}
+        # Values with different numbers of channels cannot share a layout.
+        carried = self._layouts_of(carriers)
+        sizes = {layout.size for layout in carried}
         if len(sizes) != 1:
             return None
+        (size,) = sizes
 
-        # A padding may be 0 at the recorded size and not at others.
-        varies = node.target is F.pad and self.traced.flexible
-        pure = all(label.pure for label in carried) and not varies
+        # A padding may be 0 at the recorded size and not at others. So its result may have elements
+        # without a channel.
+        may_pad = node.target is F.pad and self.traced.flexible
+        pure = all(layout.pure for layout in carried) and not may_pad
         if isinstance(moved, tuple | list):
-            return tuple(_label_of_numbers(tensor, *sizes, pure=pure) for tensor in moved)
-        return _label_of_numbers(moved, *sizes, pure=pure)
+            return tuple(_layout_of_numbers(tensor, size, pure=pure) for tensor in moved)
+        return _layout_of_numbers(moved, size, pure=pure)
 
-    def _labels_of(self, nodes: set[fx.Node]) -> list[_Label]:
-        """Return the labels of all labelled tensors among these nodes' values."""
-        found: list[_Label] = []
+    def _layouts_of(self, nodes: set[fx.Node]) -> list[_Layout]:
+        """Return the channel layouts of all tensors in the values of these nodes, in one list.
+
+        A tensor without a layout is left out.
+        """
+        single_layouts: list[_Layout] = []
         for node in nodes:
-            labels = self.labels[node]
-            if isinstance(labels, _Label):
-                found.append(labels)
+            layouts = self.layouts[node]
+            if isinstance(layouts, _Layout):
+                single_layouts.append(layouts)
             else:
-                found += [label for label in labels if label is not None]
-        return found
+                single_layouts += [layout for layout in layouts if layout is not None]
+        return single_layouts
 
 
-def _label_of_numbers(numbers: object, size: int, *, pure: bool) -> _Label | None:
-    """Return the label that gives these channel numbers, or None if no label does.
+def _layout_of_numbers(numbers: object, size: int, *, pure: bool) -> _Layout | None:
+    """Return the channel layout that has these channel numbers, or None if no layout has them.
 
     Args:
         numbers: The value that a step returned for channel numbers. Zeros are elements without a
@@ -368,29 +392,35 @@ def _label_of_numbers(numbers: object, size: int, *, pure: bool) -> _Label | Non
 
     flat = numbers.flatten()
     nonzero = flat != 0
-    # The channels may fill a dimension of the value, or lie in runs inside one. The stride of every
-    # dimension is tried, and then the length of the first run, which is 0 if all numbers are equal.
+    # The channels may fill a dimension of the tensor, or lie in runs inside one. So the stride of
+    # every dimension is tried, and then the length of the first run of equal numbers. The latter is
+    # computed as 0 if all numbers are equal.
     first_run = int((flat != flat[0]).to(torch.uint8).argmax())
     strides = [math.prod(numbers.shape[i + 1 :]) for i in range(numbers.ndim)]
     for stride in dict.fromkeys([*strides, first_run]):
         if not stride or len(flat) % (size * stride):
             continue
-        label = _Label(size, stride, pure and bool(nonzero.all()))
-        error = (flat - label.numbers(numbers.shape).flatten()).abs_() * nonzero
+        # A layout fits if it has the same number at each element that belongs to a channel.
+        layout = _Layout(size, stride, pure and bool(nonzero.all()))
+        error = (flat - layout.numbers(numbers.shape).flatten()).abs_() * nonzero
         if bool(nonzero.any()) and float(error.max()) < 1e-6:
-            return label
+            return layout
     return None
 
 
-def _axis(label: _Label, shape: torch.Size) -> Axis:
-    """Return the axis of a value with this label and shape.
+def _axis(layout: _Layout, shape: torch.Size) -> Axis:
+    """Return the channel axis of a tensor.
 
-    The dimension of the axis is the last one that has the label's size and stride.
+    Its dimension is the last one that has the layout's size and stride, or None if there is none.
+
+    Args:
+        layout: The channel layout of the tensor.
+        shape: The shape of the tensor.
     """
     dim: int | None = None
     for candidate, size in enumerate(shape):
         # In a dense tensor, a dimension's stride is the product of the sizes behind it.
         stride = math.prod(shape[candidate + 1 :])
-        if size == label.size and stride == label.stride:
+        if size == layout.size and stride == layout.stride:
             dim = candidate
-    return Axis(size=label.size, dim=dim, last=dim == len(shape) - 1, pure=label.pure)
+    return Axis(size=layout.size, dim=dim, last=dim == len(shape) - 1, pure=layout.pure)

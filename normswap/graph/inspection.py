@@ -10,10 +10,13 @@ Roles follow Kim et al. 2022 (which gammas to decay):
 - `other`: all others.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +53,7 @@ _NORM_FUNCTIONS: dict[object, str] = {
 
 
 def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
-    """Read the anatomy of a network from one recorded forward, or several.
+    """Find the residual blocks and norms of a network in a recorded forward.
 
     Args:
         model: The network, which is not changed.
@@ -67,7 +70,7 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
     traced = record(network_input.require_module(model), inputs)
     reader = _GraphReader(traced)
     blocks = reader.blocks()
-    features, widths = reader.ends()
+    features, widths = reader.features_and_widths()
 
     classifier_path: str | None = None
     dropout: str | None = None
@@ -109,11 +112,27 @@ def _functional_norms(traced: Traced) -> dict[str, str]:
     return sentences
 
 
-class _GraphReader(NodeReader):
-    """Reads residual blocks, norms' roles and the network's outputs from the graph.
+@dataclass(frozen=True)
+class _SumParts:
+    """The skip and the branch of a residual sum.
 
-    The two inputs of a sum are its arms. In a residual block one is the branch, the other the skip.
+    Args:
+        fork: The last node that both are computed from.
+        branch: The node of the branch's value, an input of the sum.
+        on_skip: The nodes of the skip, behind the fork, in order.
+        on_branch: The nodes of the branch, behind the fork, in order.
+        has_projection: Whether the skip has a linear layer.
     """
+
+    fork: fx.Node
+    branch: fx.Node
+    on_skip: list[fx.Node]
+    on_branch: list[fx.Node]
+    has_projection: bool
+
+
+class _GraphReader(NodeReader):
+    """Reads residual blocks, norms' roles and the network's outputs from the graph."""
 
     def blocks(self) -> list[Block]:
         """Return the residual blocks of the network, in order of the forward pass."""
@@ -123,67 +142,89 @@ class _GraphReader(NodeReader):
         return [block for block in blocks if block is not None]
 
     def _block(self, total: fx.Node, counts: Counter[str]) -> Block | None:
-        """Return the residual block that ends in the sum `total`, if one does.
-
-        The skip is the arm with fewer linear layers since the fork, where the arms parted.
+        """Return the residual block that ends in a sum, or None if the sum is not residual.
 
         Args:
             total: The node of the sum.
             counts: How many blocks each module has so far. The new block is counted.
         """
-        first, second = inputs(total)
-        common = self.traced.above(first) & self.traced.above(second)
-        if not common:
+        parts = self._skip_and_branch(total)
+        if parts is None:
             return None
 
-        # The fork is the last node that both arms are computed from.
-        fork = self.nodes[common.bit_length() - 1]
-        if fork.target in _SPLITS:
-            # The arms read different channels, so neither is the other's skip (Res2Net).
-            return None
-
-        # Count the linear layers on each arm behind the fork.
-        arms: dict[fx.Node, list[fx.Node]] = {}
-        linears: dict[fx.Node, int] = {}
-        for arm in (first, second):
-            arms[arm] = self.on(self.traced.above(arm) & ~common)
-            linears[arm] = sum(map(self.is_linear, arms[arm]))
-        skip, branch = sorted((first, second), key=lambda arm: linears[arm])
-        # A skip has fewer linear layers than the branch, and at most one, its projection.
-        if linears[skip] == linears[branch] or linears[skip] > 1:
-            # Parallel branches (RepVGG) and fusions (HRNet) have no arm that is the skip.
-            return None
-        if linears[skip] and self._is_enlarged(branch, arms[branch]):
-            # The sum merges levels of a pyramid (Lin et al. 2017, figure 3).
-            return None
-
-        # A module that adds several times has several blocks, which are numbered.
+        # A block has the path of the innermost module whose forward adds. If that module adds
+        # several times, its later blocks are called `path+2`, `path+3` ...
         container = next(reversed(total.meta["inside"]), "")
         counts[container] += 1
         path = container
         if counts[container] > 1:
             path = f"{container}+{counts[container]}"
 
+        # Vacant is what a conversion leaves of a norm that it took away.
         skip_kind = "other"
         entry_norm: fx.Node | None = None
-        if linears[skip]:
+        if parts.has_projection:
             skip_kind = "projection"
-            entry_norm = self._entry_norm(fork, container)
-        elif all(self._kind(node) in ("Identity", "Vacant", "DropPath") for node in arms[skip]):
+            entry_norm = self._entry_norm(parts.fork, container)
+        elif all(self._kind(node) in ("Identity", "Vacant", "DropPath") for node in parts.on_skip):
             skip_kind = "identity"
 
+        branch = parts.branch
+        on_branch = parts.on_branch
         return Block(
             path=path,
             stage=_stage(path),
             skip=skip_kind,
-            order=self._order(total, arms[branch], fork, container),
+            order=self._order(total, on_branch, parts.fork, container),
             tail=self._tail(branch, total),
-            norms=self._norm_paths([entry_norm, *arms[branch], *arms[skip]]),
-            last=self._last_norm(branch, arms[branch]),
-            gate=self._gate(branch, arms[branch]),
-            drop_path=self._drop_path(arms[branch]),
+            norms=self._norm_paths([entry_norm, *on_branch, *parts.on_skip]),
+            last=self._last_norm(branch, on_branch),
+            gate=self._gate(branch, on_branch),
+            drop_path=self._drop_path(on_branch),
             total=total,
             branch=branch,
+        )
+
+    def _skip_and_branch(self, total: fx.Node) -> _SumParts | None:
+        """Return the skip and the branch of a sum, or None if the sum is not residual.
+
+        The skip is the input of the sum with fewer linear layers since the fork, the last node that
+        both inputs are computed from.
+
+        Args:
+            total: The node of the sum.
+        """
+        # The common ancestors of both inputs, as a bit mask. The last of them is the fork.
+        first, second = inputs(total)
+        common = self.traced.above(first) & self.traced.above(second)
+        if not common:
+            return None
+        fork = self.nodes[common.bit_length() - 1]
+        if fork.target in _SPLITS:
+            # The inputs are made from different channels, so neither is the other's skip (Res2Net).
+            return None
+
+        # Count the linear layers between the fork and each input of the sum.
+        on_path: dict[fx.Node, list[fx.Node]] = {}
+        linears: dict[fx.Node, int] = {}
+        for end in (first, second):
+            on_path[end] = self.on(self.traced.above(end) & ~common)
+            linears[end] = sum(map(self.is_linear, on_path[end]))
+        skip, branch = sorted((first, second), key=lambda end: linears[end])
+
+        # A skip has fewer linear layers than the branch, and at most one, its projection.
+        if linears[skip] == linears[branch] or linears[skip] > 1:
+            # Sums of parallel branches (RepVGG) and of fused maps (HRNet) have no skip.
+            return None
+        if linears[skip] and self._is_enlarged(branch, on_path[branch]):
+            # The sum merges levels of a pyramid (Lin et al. 2017, figure 3).
+            return None
+        return _SumParts(
+            fork=fork,
+            branch=branch,
+            on_skip=on_path[skip],
+            on_branch=on_path[branch],
+            has_projection=linears[skip] > 0,
         )
 
     def _norm_paths(self, nodes: list[fx.Node | None]) -> tuple[str, ...]:
@@ -192,29 +233,35 @@ class _GraphReader(NodeReader):
         return tuple(dict.fromkeys(paths))
 
     def _is_enlarged(self, branch: fx.Node, on_branch: list[fx.Node]) -> bool:
-        """Whether maps are enlarged between an arm's last linear layer or sum and the arm's end.
+        """Whether maps are enlarged between a branch's last linear layer and the branch's end.
+
+        A sum on the branch counts like a linear layer.
 
         Args:
-            branch: The node of the arm's value.
-            on_branch: The nodes of the arm.
+            branch: The node of the branch's value.
+            on_branch: The nodes of the branch.
         """
-        # If no linear layer is met, `last` is the topmost node: a sum, or the first on the arm.
-        last = branch
-        for last in self._upwards(branch, on_branch):
-            if isinstance(self.traced.module(last), LINEAR):
+        # Go up from the end of the branch to a linear layer. Without one, the walk ends at a sum,
+        # which has no main input, or at the first node of the branch.
+        node = branch
+        for node in self._upwards(branch, on_branch):
+            if isinstance(self.traced.module(node), LINEAR):
                 break
 
-        small = last.meta["shape"]
-        large = branch.meta["shape"]
-        same_rank = isinstance(small, torch.Size) and len(small) == len(large)
-        return same_rank and math.prod(small[2:]) < math.prod(large[2:])
+        before = node.meta["shape"]
+        after = branch.meta["shape"]
+        same_rank = isinstance(before, torch.Size) and len(before) == len(after)
+        return same_rank and math.prod(before[2:]) < math.prod(after[2:])
 
     def _upwards(self, branch: fx.Node, on_branch: list[fx.Node]) -> Iterator[fx.Node]:
-        """Return the nodes of a branch along its main inputs, from its end backwards."""
+        """Yield the nodes that carry a branch's signal (`main_input`), from its end backwards."""
         return itertools.takewhile(set(on_branch).__contains__, self.traced.upwards(branch))
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
-        """Return every norm: called ones in order of the forward pass, then those never called."""
+        """Return every norm with its role and its block.
+
+        Called norms come first, in order of the forward pass, then those that are never called.
+        """
         roles = self._roles(blocks)
         block_of: dict[str, str] = {}
         for block in blocks:
@@ -233,6 +280,7 @@ class _GraphReader(NodeReader):
         if not blocks:
             return roles
 
+        # Outside of blocks, a norm may stand before the first block or after the last one.
         first = blocks[0].total
         final = blocks[-1].total
         in_blocks: set[str] = set()
@@ -249,6 +297,7 @@ class _GraphReader(NodeReader):
             elif self.traced.depends(node, on=final):
                 roles[path] = "head"
 
+        # In a block, the norms that the skip reads have a role of their own if it is a projection.
         for block in blocks:
             off_branch = [path for path in block.norms if not self._is_on_branch(path, block)]
             role = "down" if block.skip == "projection" else "other"
@@ -258,8 +307,8 @@ class _GraphReader(NodeReader):
         return roles
 
     def _is_on_branch(self, path: str, block: Block) -> bool:
-        """Whether the skip of a block does not depend on the norm at `path`."""
-        skip = next(arm for arm in inputs(block.total) if arm is not block.branch)
+        """Whether a block's norm at `path` is on the branch alone: the skip does not read it."""
+        skip = next(end for end in inputs(block.total) if end is not block.branch)
         nodes = self.traced.calls[id(self.traced.modules[path])]
         return not any(self.traced.depends(skip, on=node) for node in nodes)
 
@@ -267,8 +316,8 @@ class _GraphReader(NodeReader):
         """Return the norm between the beginning of a block and its fork, or None.
 
         Args:
-            fork: The node at which the block's arms part.
-            container: The path of the module whose forward adds the arms.
+            fork: The node at which the block's skip and branch part.
+            container: The path of the module whose forward adds them.
         """
         # Go up from the fork, as long as one value leads to it from inside the block.
         node: fx.Node | None = fork
@@ -297,7 +346,14 @@ class _GraphReader(NodeReader):
         return None
 
     def _gate(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
-        """Return the path of the gate x g(x) behind the branch's last linear layer, or None."""
+        """Return the path of the gate x g(x) behind the branch's last linear layer, or None.
+
+        A squeeze-and-excitation is such a gate.
+
+        Args:
+            branch: The node of the branch's value.
+            on_branch: The nodes of the branch.
+        """
         for node in self._upwards(branch, on_branch):
             if self.is_linear(node):
                 break
@@ -317,16 +373,17 @@ class _GraphReader(NodeReader):
         return next(drops, None)
 
     def _tail(self, branch: fx.Node, total: fx.Node) -> str | None:
-        """Return the path of the module at the end of a branch, where a scalar can go, or None.
+        """Return the path of the module after which a scalar can be placed on a branch, or None.
 
-        It is the innermost module inside the block that returns the branch's value in its only
-        call of a forward. A dropout or pool that forward calls elsewhere, too, is no such module: a
-        positive scalar passes it, so the scalar goes in front of it.
+        It is the innermost module inside the block that returns the branch's value, if forward
+        calls it only once. If it is a dropout or pool that forward calls more often, the search
+        goes on in front of it, since a positive scalar may stand before it as well as behind it.
 
         Args:
             branch: The node of the branch's value.
             total: The node of the sum.
         """
+        # Go up from the end of the branch, as long as nothing else reads the value.
         around_block = total.meta["inside"]
         reader = total
         node: fx.Node | None = branch
@@ -334,7 +391,7 @@ class _GraphReader(NodeReader):
             for path in self.traced.outputs.get(node, []):
                 around = (*node.meta["inside"], path)
                 is_inside = around[: len(around_block)] == around_block
-                if is_inside and self._is_returned_from_once(path):
+                if is_inside and self._returns_once(path):
                     return path
 
             module = self.traced.module(node)
@@ -344,8 +401,8 @@ class _GraphReader(NodeReader):
             node = single(inputs(node))
         return None
 
-    def _is_returned_from_once(self, path: str) -> bool:
-        """Whether no record of forward has two values that the module at `path` returned."""
+    def _returns_once(self, path: str) -> bool:
+        """Whether the module at `path` returns at most one value in each record of forward."""
         graphs: list[fx.Graph] = []
         for node, paths in self.traced.outputs.items():
             if path in paths:
@@ -360,16 +417,16 @@ class _GraphReader(NodeReader):
         Args:
             total: The node of the sum.
             on_branch: The nodes of the branch.
-            fork: The node at which the arms part.
-            container: The path of the module whose forward adds the arms.
+            fork: The node at which skip and branch part.
+            container: The path of the module whose forward adds them.
         """
         users = self.traced.users[total]
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
 
-        # The fork may belong to the block, whose norm or activation then comes before both arms.
-        # Otherwise the fork is the end of the block before. The path of the network itself is "",
-        # and every node is inside it.
+        # The fork may belong to the block, whose norm or activation then comes before skip and
+        # branch. Otherwise the fork is the end of the block before. The path of the network itself
+        # is "", and every node is inside it.
         inside_block = container in ("", *fork.meta["inside"])
         if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
@@ -383,16 +440,18 @@ class _GraphReader(NodeReader):
         return type(module).__name__ if module is not None else str(node.target)
 
     def classifier(self) -> fx.Node | None:
-        """Return the node of the last linear layer, if no norm stands between it and the output.
+        """Return the node of the last linear layer, or None if it is not the network's classifier.
 
-        Only steps with one input may stand between the layer and the output. If the layer itself is
-        one of several outputs, or one of several inputs of a step, it has to be the first.
+        It is the classifier if only steps with one input, and no norm, stand between it and the
+        output. If the layer itself is one of several outputs, or one of several inputs of a step,
+        it has to be the first.
         """
         output = self.nodes[-1]
         linears = [node for node in self.on(self.traced.above(output)) if self.is_linear(node)]
         if not linears:
             return None
 
+        # Go up from the output to the layer.
         last = linears[-1]
         sources = inputs(output)
         while sources and sources[0] is not last:
@@ -401,11 +460,16 @@ class _GraphReader(NodeReader):
             sources = inputs(sources[0])
         return last if sources else None
 
-    def ends(self) -> tuple[bool, frozenset[int]]:
+    def features_and_widths(self) -> tuple[bool, frozenset[int]]:
         """Return whether the outputs are features, and the widths of the last linear layers.
 
-        The outputs are features if norms and activations make them all. An activation right after a
-        linear layer counts as part of that layer.
+        The last layers are the first norms, activations and linear layers on the way up from the
+        outputs. The outputs are features if all of these are norms or activations. An activation
+        right after a linear layer counts as part of that layer.
+
+        Returns:
+            Whether the outputs are features, and the numbers of channels that the last linear
+            layers give.
         """
         # Walk up from the output, and stop at the first norm, activation or linear layer.
         pending = [self.nodes[-1]]
@@ -420,10 +484,12 @@ class _GraphReader(NodeReader):
                 if self.is_norm(node) or (self.is_activation(node) and not after_linear):
                     from_norms = True
                 elif self.is_linear(node):
+                    # A module that cannot be looked into may have neither. Its width is then 0.
                     module = self.traced.module(node)
-                    outputs = getattr(module, "out_channels", 0)
-                    widths.add(int(getattr(module, "out_features", outputs)))
+                    out_channels = getattr(module, "out_channels", 0)
+                    widths.add(int(getattr(module, "out_features", out_channels)))
                 elif not sources:
+                    # An input or a parameter is reached without any such layer.
                     from_inputs = True
                 elif node not in visited:
                     visited.add(node)
@@ -435,11 +501,13 @@ class _GraphReader(NodeReader):
 
         The path names a module, or the attribute `drop_rate` of a module that calls F.dropout.
         """
+        # Go up from the classifier, at most to the next linear layer or norm.
         sources = inputs(classifier)
         while len(sources) == 1 and not self.is_linear(sources[0]) and not self.is_norm(sources[0]):
             node = sources[0]
             if isinstance(self.traced.module(node), nn.Dropout):
                 return str(node.target)
+            # timm's networks call F.dropout, with the attribute `drop_rate` as probability.
             if node.target is F.dropout:
                 owner = next(reversed(node.meta["inside"]), "")
                 if not hasattr(self.traced.modules[owner], "drop_rate"):

@@ -32,14 +32,16 @@ def run(progress: Callable[[str], None] = _ignore) -> Body:
         progress: Called with a sentence at the beginning of each step.
 
     Returns:
-        The record that `normswap demo --json` prints. `anatomy` is the source's summary without its
-        long lists. Each of `rows` has the norms that are left, the trainable values, top-1 in
-        percent, the share of images with the source's answer, and the relative L2 distance
+        What `normswap demo --json` prints. `passed` says whether every network gives the source's
+        answers within tolerance. `anatomy` is the source's summary without its long lists. Each of
+        `rows` has the norms that are left, the trainable values, top-1 in percent, the share of
+        images with the source's answer, and the relative L2 distance
         |logits - the source's| / |the source's|.
     """
     start = time.perf_counter()
     progress("opening and inspecting the network")
     source = checkpoint.open_model(NAME)
+    # The summary's lists of blocks and norms are long. Of the blocks, the kinds of skips are kept.
     anatomy = summary.of_network(Network(source), "demo")
     anatomy["skips"] = dict(Counter(block["skip"] for block in anatomy.pop("blocks")))
     del anatomy["sites"]
@@ -50,6 +52,7 @@ def run(progress: Callable[[str], None] = _ignore) -> Body:
     source_evaluation, source_answers = classify(source, batches)
     few_images = [images for images, _ in batches[:_FEW]]
 
+    # Compare each network with the source, and the source with itself.
     rows = []
     passed = True
     for name, model in networks.items():
@@ -78,7 +81,15 @@ def run(progress: Callable[[str], None] = _ignore) -> Body:
 
 
 def _converted(source: nn.Module, progress: Callable[[str], None]) -> dict[str, nn.Module]:
-    """Convert the network to each scheme, save it and load it again. Return the loaded ones."""
+    """Convert a network to each of `SCHEMES`, and return the results, saved and loaded again.
+
+    Args:
+        source: The network.
+        progress: Called with a sentence at the beginning of each conversion.
+
+    Returns:
+        The loaded networks, by the name of the scheme.
+    """
     networks = {}
     with left_behind.temporary_folder("normswap-demo-") as folder:
         for scheme in SCHEMES:

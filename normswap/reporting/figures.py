@@ -40,7 +40,12 @@ class Figure:
 
 
 def sites(facts: Facts, report: Report) -> Figure:
-    """Draw the error at the output of every residual block."""
+    """Return a figure of the error at the output of every residual block.
+
+    Args:
+        facts: What the page says. It tells the stages of the blocks.
+        report: The report of the conversion, with the errors inside.
+    """
     stages = {block.path: block.stage for block in facts.blocks}
     errors = [error.relative_l2 for error in report.sites]
     precision = report.sites[0].precision
@@ -61,7 +66,7 @@ def sites(facts: Facts, report: Report) -> Figure:
 
 
 def signal(facts: Facts) -> Iterator[Figure]:
-    """Draw one figure for each quantity of the signal, with the curves of source and result."""
+    """Yield a figure for each quantity of the signal, with the curves of source and result."""
     names = {"before": "source", "after": "result"}
     curves = {names[network]: points for network, points in facts.signal.items()}
     is_log = plots.is_logarithmic(curves, [quantity for quantity, _, _ in _QUANTITIES])
@@ -72,7 +77,10 @@ def signal(facts: Facts) -> Iterator[Figure]:
 
 
 def alphas(facts: Facts) -> Figure:
-    """Draw the scalars at the ends of the residual branches, against what a paper proposes."""
+    """Return a figure of the scalars at the ends of the residual branches.
+
+    A dashed line shows 1 / sqrt(number of blocks), the most from which deep networks train.
+    """
     depths = {block.path: depth for depth, block in enumerate(facts.blocks, 1)}
     values = {depths[alpha.block]: alpha.value for alpha in facts.alphas if alpha.block in depths}
     start = f"1/√{len(facts.blocks)}"
@@ -103,7 +111,8 @@ def _svg(axes: Axes) -> str:
     if axes.get_legend_handles_labels()[1]:
         drawing.legend(loc="outside lower center", ncols=3, frameon=False)
 
-    written = io.BytesIO()
+    # matplotlib would write the date, and ids that differ from run to run.
+    buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "normswap"}):
-        drawing.savefig(written, format="svg", metadata={"Date": None})
-    return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"
+        drawing.savefig(buffer, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -69,17 +69,20 @@ def render(facts: Facts) -> str:
 
 
 def small(value: float) -> str:
-    """Return an error with two digits."""
+    """Return an error as text with two digits, or as `not finite`."""
     return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 
 def share(value: float | None) -> str:
-    """Return a share in percent, or nothing for None."""
+    """Return a share as text in percent, or "" for None."""
     return "" if value is None else f"{100 * value:.4g} %"
 
 
 def _shown(value: object) -> object:
-    """Return the value of an expression of the page. A text is made printable."""
+    """Return the value of an expression in the template, as it is put into the page.
+
+    Invisible characters of a text are escaped. Jinja calls this for every expression.
+    """
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
     return printable(value)
@@ -108,7 +111,11 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def _accuracy_tiles(accuracy: dict[str, float]) -> Iterator[tuple[str, str, str]]:
-    """Yield the tiles of what was measured on images."""
+    """Yield the tiles of what was measured on images: name, value, and the line below.
+
+    Args:
+        accuracy: The figures, as in `Facts`.
+    """
     below = f"{accuracy['count']:,.0f} images"
     if "result" in accuracy:
         yield "top-1", f"{accuracy['result']:.2f} %", below
@@ -121,7 +128,10 @@ def _accuracy_tiles(accuracy: dict[str, float]) -> Iterator[tuple[str, str, str]
 
 
 def _report_tiles(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Yield the tiles of the conversion's report: the largest error by precision, the agreement."""
+    """Yield the tiles of the conversion's report: name, value, and the line below.
+
+    They are the largest error in each precision, and the share of images with the source's answer.
+    """
     for precision in dict.fromkeys(error.precision for error in report.logits):
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         below = "at the logits"
@@ -129,6 +139,8 @@ def _report_tiles(report: Report) -> Iterator[tuple[str, str, str]]:
             below = f"allowed: {small(report.tolerance[precision])}"
         yield f"relative L2, {precision}", small(max(errors)), below
 
+    # An approximate conversion is compared with its source on calibration images that it was not
+    # fitted to.
     kept = report.kept
     if kept and kept.agreement is not None:
         below = f"at least {kept.least_percent}%, on {kept.count} held-out calibration images"

@@ -38,8 +38,8 @@ class NormFact:
     Args:
         path: The norm's module path.
         role: The norm's role in its block.
-        outcome: The outcome for the norm, a key of `page.OUTCOMES`.
-        said: The outcome as a sentence.
+        outcome: What became of the norm, as a key of `page.OUTCOMES`.
+        said: What became of the norm, as a sentence.
     """
 
     path: str
@@ -100,9 +100,10 @@ class Facts:
         others: The norms outside of blocks.
         alphas: The scalars at the ends of the residual branches.
         sizes: The counts of norms and parameters of the networks `before` and `after`.
-        notes: Sentences about the figures that the reader should read.
-        signal: The signal in the networks `before` and `after`, a point per block. A network
-            without blocks, or one that cannot be opened, is missing.
+        notes: Why figures of the source are missing, a sentence each.
+        signal: The mean and variance of the activations at each residual block, for the networks
+            `before` and `after`. A network without blocks, or one that cannot be opened, is
+            missing.
         signal_inputs: The inputs that the signal was measured on, in words.
         accuracy: Top-1 in percent of source and result, their agreement, and the count of images.
             What was not measured is missing.
@@ -134,10 +135,14 @@ class Facts:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the proof holds of the source: no step since then changes the function."""
+        """Whether the network still claims to compute what its source does.
+
+        Its last conversion must claim so, and no step of its plan may change the function.
+        """
+        # None says that a scheme is not installed here. Then only the report can tell.
         steps = [Step(step["scheme"], step["options"], ()) for step in self.steps]
-        is_exact = schemes.are_exact_if_known(steps)
-        return self.report is not None and self.report.exact and is_exact is not False
+        keeps_function = schemes.are_exact_if_known(steps)
+        return self.report is not None and self.report.exact and keeps_function is not False
 
     @property
     def norms(self) -> tuple[NormFact, ...]:
@@ -172,10 +177,11 @@ def collect(
     # new network of the same architecture.
     network = Network(result, calling.form(result).of(batch))
     before, notes = _source(network)
-    bare = before or network.after(zoo.create(record.arch).to(network.device))
-    anatomy = bare.anatomy
+    unconverted = before or network.after(zoo.create(record.arch).to(network.device))
+    anatomy = unconverted.anatomy
     norms = _norms(anatomy, record.plan)
 
+    # Sort the norms into their blocks.
     blocks: list[BlockFact] = []
     in_blocks: set[str] = set()
     for block in anatomy.blocks:
@@ -183,6 +189,7 @@ def collect(
         blocks.append(BlockFact(block.path, block.stage, block.skip, inside))
         in_blocks.update(block.norms)
 
+    # Measure the signal in both networks.
     signal: dict[str, tuple[Point, ...]] = {}
     if before and before.anatomy.blocks:
         signal["before"] = tuple(signal_propagation(before))
@@ -201,7 +208,7 @@ def collect(
         blocks=tuple(blocks),
         others=tuple(norm for path, norm in norms.items() if path not in in_blocks),
         alphas=_alphas(result, anatomy, record.plan),
-        sizes={"before": summary.sizes(bare.module), "after": summary.sizes(result)},
+        sizes={"before": summary.sizes(unconverted.module), "after": summary.sizes(result)},
         notes=tuple(notes),
         signal=signal,
         signal_inputs=signal_inputs,
@@ -226,13 +233,17 @@ def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, st
 
 
 def _source(network: Network) -> tuple[Network | None, list[str]]:
-    """Open the recorded source of a network.
+    """Open the source that is recorded in a converted network.
+
+    Args:
+        network: The converted network.
 
     Returns:
         The source, and notes for the report. The source is None if none is recorded, if it cannot
         be opened, or if its tensors have changed since the conversion. In the last two cases a note
         says which.
     """
+    # Without a hash, it could not be told whether the source is still the same.
     result = network.module
     record = network.provenance
     if not record.source or not record.sha256:
@@ -248,7 +259,10 @@ def _source(network: Network) -> tuple[Network | None, list[str]]:
 
 
 def _step(step: Step) -> Body:
-    """Return the record of one step of the plan."""
+    """Return a dict that describes one step of the plan for the page.
+
+    Its options are only those that differ from the scheme's defaults.
+    """
     scheme = schemes.get(step.scheme)
     return {
         "scheme": step.scheme,
@@ -259,7 +273,13 @@ def _step(step: Step) -> Body:
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
-    """Return the outcome of each norm, by path."""
+    """Return what the plan did to each norm, by the norm's path.
+
+    Args:
+        anatomy: The norms of the source.
+        plan: The plan of all conversions since then.
+    """
+    # The last layer that was placed at the norm's path decides the outcome.
     outcomes = {norm.path: "kept" for norm in anatomy.norms}
     sentences: dict[str, list[str]] = {path: [] for path in outcomes}
     for step in plan.steps:
@@ -279,20 +299,28 @@ def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
 
 
 def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
-    """Return the scalars at the ends of the residual branches, in the order of the blocks."""
+    """Return the scalars at the ends of the residual branches, in the order of the blocks.
+
+    Args:
+        result: The converted network.
+        anatomy: The blocks of the source.
+        plan: The plan of all conversions, which placed the scalars.
+    """
     planned: dict[str, float | None] = {}
     for step in plan.steps:
         for edit in step.edits:
             if edit.layer == "Scale":
                 planned[edit.path] = edit.args.get("alpha")
 
-    blocks = {block.tail: block.path for block in anatomy.blocks if block.tail}
+    # The source's blocks, by the path of the module behind which their scalar is placed.
+    block_paths = {block.tail: block.path for block in anatomy.blocks if block.tail}
     alphas = []
     for name, module in nn.Module.named_modules(result):
         if scales_branch(module):
+            # If the module at that path stays, it is called `inner`, and the scalar is `then`.
             path = name.removesuffix(".then")
             alpha = Alpha(
-                block=blocks.get(path, path),
+                block=block_paths.get(path, path),
                 path=path,
                 value=module.alpha.item(),
                 planned=planned.get(path),
@@ -301,12 +329,22 @@ def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...
             alphas.append(alpha)
 
     # Scalars that end no block of the source stand last.
-    depths = {tail: depth for depth, tail in enumerate(blocks)}
+    depths = {tail: depth for depth, tail in enumerate(block_paths)}
     return tuple(sorted(alphas, key=lambda alpha: depths.get(alpha.path, len(depths))))
 
 
 def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) -> dict[str, float]:
-    """Return the figures on images, of both networks if the source can be opened."""
+    """Return the accuracy on images, of both networks if the source could be opened.
+
+    Args:
+        before: The source, or None.
+        result: The converted network.
+        loader: The images. None if the user named no images.
+
+    Returns:
+        The keys `result`, `source`, `agreement` and `count`, as far as they were measured. Without
+        labels, the distance of the outputs takes the place of the accuracies.
+    """
     if loader is None:
         return {}
     if before is not None:
