@@ -54,7 +54,9 @@ class Reach:
 
 
 class Channels:
-    """The groups of channels of a folded network. The channels of a group share one factor.
+    """Groups of channels that must be multiplied by the same factor, in a folded network.
+
+    The factors rescale the network without changing its function.
 
     Attributes:
         layers: The convolutions and linear layers, whose weights depend on the factors.

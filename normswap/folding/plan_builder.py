@@ -112,7 +112,7 @@ class LinearBuilder:
 
 @dataclass
 class PlanBuilder:
-    """A step of a plan in the making.
+    """A step of a plan while it is made: what a conversion will change, and what it cannot change.
 
     Args:
         anatomy: The network that the step changes.

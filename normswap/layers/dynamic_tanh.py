@@ -85,7 +85,10 @@ class Whitened(PlannedLayer):
 
 
 class Straight(PlannedLayer):
-    """A `DynamicTanh` without the tanh: act(gamma x^ + beta), as the BatchNorm computes it."""
+    """A `DynamicTanh` without the tanh: act(gamma x^ + beta), with the standardized input x^.
+
+    The BatchNorm in its place computed the same.
+    """
 
     @classmethod
     def replacing(

@@ -150,7 +150,10 @@ def _absorbing(
 
 
 class Folded(PlannedLayer):
-    """A linear layer that has absorbed its neighbours. It keeps its class and its name."""
+    """A linear layer that has absorbed its neighbours: norms, scales and shifts beside it.
+
+    It keeps its class and its name.
+    """
 
     CASTS = True
 

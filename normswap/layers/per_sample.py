@@ -72,7 +72,8 @@ class GroupNorm(PlannedLayer):
 
         new = _empty_group_norm(old, like=like, groups=groups, eps=eps)
 
-        # The norm reads a x + b in place of x, so its map is s / a and t - b s / a.
+        # The norm reads a x + b in place of x, with a = `input_scale` and b = `input_offset`. So
+        # its own map is s / a and t - b s / a.
         scale = scale / input_scale
         affine_map = (scale, shift - scale * input_offset)
         set_average_map(

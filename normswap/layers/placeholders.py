@@ -40,9 +40,9 @@ class Vacant(PlannedLayer, OwnLayer):
 
 
 class Holder(OwnLayer):
-    """Base of layers that keep the layer that stood at their path, and add something to it.
+    """Base of layers that hold the layer that stood at their path before, and add something to it.
 
-    The tensors of the kept layer are renamed to `inner.*`.
+    The held layer is called `inner`, so the names of its tensors begin with `inner.` now.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -160,7 +160,7 @@ class Dropped(PlannedLayer, Holder):
 
 
 class Number(PlannedLayer):
-    """An attribute that a module reads in its forward: a number or a scalar parameter.
+    """Sets an attribute that a module reads in its forward: a number or a scalar parameter.
 
     With the value None the attribute is switched off.
     """

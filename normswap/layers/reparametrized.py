@@ -267,6 +267,7 @@ def _computed_tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
 
     if isinstance(module, (*_STANDARDIZED, Standardized)):
         return effective(module), module.bias
+    # torch computes the weight of a parametrized layer when the attribute is read.
     return module.weight, module.bias
 
 

@@ -190,7 +190,7 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
 
 
 def described() -> str:
-    """Return a line for each option of each scheme, for `help(normswap.convert)`."""
+    """Return a text with a line for each option of each scheme, for `help(normswap.convert)`."""
     lines = ""
     for name, scheme in TARGETS.items():
         for option in scheme.options:

@@ -209,9 +209,9 @@ FitFunction: TypeAlias = "Callable[[FitTask], Iterable[str] | None]"
 
 @dataclass(frozen=True)
 class TrainingProof:
-    """What a run in training mode proves of a result.
+    """What a run in training mode proves of a converted network.
 
-    It always proves that samples stay apart and that no buffer changes.
+    It always proves that no sample's output depends on another sample, and that no buffer changes.
 
     Args:
         rows_are_samples: Whether row i of a learning layer's input must be sample i.

@@ -289,7 +289,7 @@ def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
 
 
 def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
-    """Whether the layer at a path is linear, is called once by forward, and folds no norm."""
+    """Whether the layer at a path is linear, is called once, and is not to absorb a norm."""
     module = builder.traced.modules[path]
     try:
         check_linear(builder, path, module)

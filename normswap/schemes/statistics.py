@@ -268,7 +268,7 @@ def _is_read_by_norm(builder: PlanBuilder, node: fx.Node) -> bool:
 
 
 def plan_estimate(anatomy: Anatomy) -> PlanBuilder:
-    """Plan a BatchNorm in place of every norm that takes statistics of each sample or position.
+    """Return the plan that places a BatchNorm where norms take statistics per sample or position.
 
     `fit_estimate` sets the tensors of the new norms.
     """
@@ -309,10 +309,13 @@ def plan_recalibrate(anatomy: Anatomy, **record: object) -> PlanBuilder:
 
 
 def fit_recalibrate(task: FitTask) -> tuple[str, ...]:
-    """Estimate the running statistics of every BatchNorm anew, and return a note.
+    """Estimate the running statistics of every BatchNorm anew, from all images.
 
     Args:
         task: The source, the result and the images.
+
+    Returns:
+        A note for the user that says how many norms and images there were.
     """
     assert task.batches is not None
     return (estimate_population(task.result, task.batches, task.progress, most_error=MOST_ERROR),)
