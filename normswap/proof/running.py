@@ -110,7 +110,7 @@ def run(
 def with_other_values(example: Example) -> Example:
     """Return the example with every tensor mirrored along its last axis.
 
-    Floating-point values are also multiplied by 0.7. A tensor of one number is left as it is.
+    Floating-point values are also multiplied by 0.7. A tensor without axes is left as it is.
     """
 
     def change(tensor: Tensor) -> Tensor:

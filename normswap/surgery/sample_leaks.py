@@ -1,9 +1,10 @@
 """PROVE, for private and federated training: a step of training keeps the samples of a batch apart.
 
-A copy of the result trains on two small batches that have one sample in common, the kept one. The
-random numbers are the same in both runs. The outputs of the kept sample and the gradient of its
-input must be the same, too: whatever differs was taken from the other samples. A buffer that the
-step changes is a statistic that gets no noise and that no server averages.
+A copy of the result trains on two small batches that have one sample in common, the kept sample.
+The random numbers are the same in both runs. The outputs of the kept sample and the gradient of its
+input must be the same, too: whatever differs was taken from the other samples. A step must not
+change a buffer either. It would be a statistic that gets no noise, as private training needs, and
+that no server of federated training averages.
 
 The copy's parameters are moved a little first, so that a path behind a factor of zero, such as a
 SkipInit scalar before training, is seen as well. The arithmetic is float64 where the device has
@@ -40,14 +41,15 @@ from normswap.surgery.changed_samples import (
 )
 from normswap.surgery.network import Network
 
-# The kept sample is the second, so that a shift along the batch is seen in either direction.
+# The index of the kept sample in the batch. It is not the first sample, so that a shift along the
+# batch is seen in either direction.
 KEPT = 1
-# What may differ by rounding, relative to the largest number of a tensor.
+# By how much numbers may differ because of rounding, relative to the largest number of a tensor.
 _ROUNDING = 1e-9
 _ROUNDING_OF_FLOAT32 = 1e-5
-# How far parameters are moved, relative to themselves; zeros get normal noise of this deviation.
+# How far parameters are moved, relative to themselves. Zeros get normal noise of this deviation.
 _SPREAD = 0.1
-# The reasons that are listed in a refusal.
+# How many reasons, or names of buffers, a refusal lists.
 _LISTED = 3
 
 
@@ -58,13 +60,14 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
         network: The source, whose first example gives the batches of the run.
         result: The converted network, which is not changed.
         proof: The properties that the purpose asks for.
-        purpose: The name of the purpose, for the messages.
+        purpose: The name of the purpose ("opacus" or "federated"), for the messages.
 
     Raises:
         RefusedError: Samples are mixed, a buffer changes, the trainer refuses a layer, or the
             network does not run in training mode, so that nothing is proved.
     """
-    # Samples stay apart, and nothing but parameters changes.
+    # Each check returns its findings: a sentence for each module that is to blame, by path. These
+    # two ask whether samples stay apart and whether nothing but parameters changes.
     trial = _LeakTrial.of(network, result, purpose)
     findings = {**trial.changed_state(), **trial.mixed_samples()}
     remedy = ""
@@ -76,7 +79,7 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
         )
 
     # A network that mixes samples fails the next two checks as well, for the same cause. So they
-    # run only if nothing was found so far.
+    # run only if nothing was found so far. The validator is the trainer's own check of the layers.
     if proof.rows_are_samples and not findings:
         findings = trial.moved_rows()
     if proof.validator is not None and not findings:
@@ -90,15 +93,16 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step of training on a fresh copy gave.
+    """What was recorded in one step of training on a fresh copy, and in a forward after it.
 
     Args:
-        outputs: The outputs by name.
+        outputs: The outputs of the step, by name.
         listed: Whether the forward returns a list with an entry for each sample.
-        later: The outputs of a second run of the same copy, on the later batch of a
-            `_TrainingPair` and with other random numbers.
-        gradients: The gradient of every input, in the form of the call.
-        rows: The first input of each layer that learns, by path: one for each call of the layer.
+        later: The outputs of the forward after the step, by name. The same copy runs on the
+            `later` batch of the `_TrainingPair`, with other random numbers.
+        gradients: The gradient of every input of the step, arranged as the call has its inputs.
+        rows: The first argument of each layer with trainable parameters, by the layer's path: one
+            tensor for each call of the layer.
         model: The copy after both runs.
     """
 
@@ -117,8 +121,8 @@ class _Operation:
     Args:
         name: The name of the function, as people write it.
         path: The path of the module whose forward calls it.
-        live: The tensors that it returned, with their history.
-        values: The numbers of these tensors, as they were then.
+        live: The tensors that it returned, with their autograd history.
+        values: Copies of these tensors from right after the call, as they may be written to later.
     """
 
     name: str
@@ -129,11 +133,11 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _TrainingPair:
-    """The batches of a trial: one to train on, and one for the forward that follows.
+    """The two batches of one run: one to train on, and one for the forward after the step.
 
     Args:
         call: The batch that is trained on.
-        later: The same samples in another order.
+        later: The same samples in another order, for the forward after the step.
     """
 
     call: Example
@@ -151,12 +155,13 @@ class _TrainingPair:
 
 
 class _LeakTrial:
-    """Steps of training on batches that have some samples in common.
+    """Runs of training on batches that have some samples in common, and what differs between them.
 
     Args:
-        model: The copy of the result that is trained. Each step trains a fresh copy of it.
+        model: A copy of the result. Each run trains a fresh copy of it for one step.
         call: The batch.
-        rounding: What may differ by rounding, relative to the largest number of a tensor.
+        rounding: By how much numbers may differ because of rounding, relative to the largest number
+            of a tensor.
     """
 
     def __init__(self, model: nn.Module, call: Example, rounding: float) -> None:
@@ -164,16 +169,17 @@ class _LeakTrial:
         self.model = model
         self.count = call.count
         self.rounding = rounding
-        # The later batch has the samples in another order. Each of the other pairs of batches has
-        # other values in all samples but the kept one, in the kept one, or in all samples.
+        # The batches themselves. The later one has the samples in another order.
         self.calls = _TrainingPair(call, with_rows(call, rows.roll(1)))
+        # The same batches with other values in all samples but the kept one, in the kept one alone,
+        # and in all samples.
         self.others_changed = self.calls.changed(rows != KEPT)
         self.kept_changed = self.calls.changed(rows == KEPT)
         self.all_changed = self.calls.changed(rows >= 0)
 
     @classmethod
     def of(cls, network: Network, result: nn.Module, purpose: str) -> _LeakTrial:
-        """Return a trial of a copy of the result on the first batch that it runs on.
+        """Return a trial of a copy of the result that runs, and that would show a leak.
 
         Args:
             network: The source, whose first example gives the batch.
@@ -199,17 +205,21 @@ class _LeakTrial:
     def _that_runs(
         cls, network: Network, result: nn.Module, unproved: str, *, spread: bool
     ) -> _LeakTrial:
-        """Return a trial on the first batch that the copy runs on, finite or not.
+        """Return a trial on the first batch that a copy of the result runs on.
+
+        Its outputs may be NaN or infinite.
 
         Args:
             network: The source, whose first example gives the batch.
             result: The converted network.
             unproved: The sentence that an error begins with.
-            spread: Whether the copy's parameters are moved a little first.
+            spread: Whether the copy's parameters are moved a little first, so that a path behind a
+                factor of zero is seen as well.
 
         Raises:
             RefusedError: The copy runs on no batch.
         """
+        # The copy is in float64 if the device has it. There rounding is small.
         record = network.after(result)
         model = record.doubled().module if record.has_double else duplicate(result, {})
         if spread:
@@ -222,7 +232,7 @@ class _LeakTrial:
             # The forward is the user's and may raise anything.
             try:
                 trial = cls(model, batch.like(model), rounding)
-                # To read these properties runs the steps.
+                # Reading these cached properties runs the network, which may fail here.
                 _ = trial.first, trial.second
             except Exception as error:
                 why = f"in training mode it does not run on {batch}: {first_line(error)}"
@@ -241,10 +251,10 @@ class _LeakTrial:
 
     @property
     def depends_on_samples(self) -> bool:
-        """Whether some output moves when all samples but the kept one are changed.
+        """Whether some output changes when all samples but the kept one get other values.
 
-        It has to, as the outputs hold the answers for the changed samples. If none moves, the trial
-        would see no leak.
+        It has to, as the outputs have entries for the changed samples. If no output changes, a leak
+        would not show either.
         """
         pairs = (
             (self.first.outputs, self.second.outputs),
@@ -254,38 +264,39 @@ class _LeakTrial:
 
     @cached_property
     def first(self) -> _Step:
-        """The step on the batch itself."""
-        return _step(self.model, self.calls)
+        """The run on the batch itself, with its later batch."""
+        return _run_of_training(self.model, self.calls)
 
     @cached_property
     def second(self) -> _Step:
-        """The step on the batch whose other samples are changed."""
-        return _step(self.model, self.others_changed)
+        """The run on the same batches with other values in all samples but the kept one."""
+        return _run_of_training(self.model, self.others_changed)
 
     def changed_state(self) -> dict[str, str]:
-        """Find buffers and frozen parameters that a step changes.
+        """Find the buffers and frozen parameters that a step of training changes.
 
         Returns:
-            A sentence that tells what changed in a module, by the module's path.
+            A sentence for each module that has any, by the module's path.
         """
         before = _state(self.model)
         after = _state(self.first.model)
         after_others_changed = _state(self.second.model)
 
-        names: dict[str, list[str]] = {}
+        # The names of the changed tensors in each module, by the module's path.
+        changed: dict[str, list[str]] = {}
         for name, tensor in after.items():
-            # A forward may make a buffer at its first call, as a cache. That is a constant if the
-            # batch with other samples gives the same values, so it is compared with those.
+            # A forward may make a buffer at its first call, as a cache. The buffer is a constant if
+            # a batch of other samples gives the same values, so it is compared with these.
             old = before.get(name)
             if old is None or old.shape != tensor.shape:
                 old = after_others_changed.get(name)
             if old is None or not _same_values(old, tensor):
-                path, _, own = name.rpartition(".")
-                names.setdefault(path, []).append(own)
+                path, _, own_name = name.rpartition(".")
+                changed.setdefault(path, []).append(own_name)
 
         modules = tree(self.model)
         reasons: dict[str, str] = {}
-        for path, own_names in names.items():
+        for path, own_names in changed.items():
             reasons[path] = (
                 f"a step of training changes what a {type(modules[path]).__name__} keeps beside its"
                 f" parameters ({', '.join(own_names[:_LISTED])})"
@@ -296,25 +307,26 @@ class _LeakTrial:
         """Find a module whose forward mixes samples.
 
         Returns:
-            A sentence that tells the operation and its effect, by the module's path. The path is
-            empty if no module is known to be the cause. Without a leak the dict is empty.
+            One entry: a sentence that tells the operation and its effect, by the module's path. The
+            path is empty if no module is known to be the cause. Without a leak the dict is empty.
         """
-        # First the outputs of the step are compared, then those of the batch after it, then the
+        # First the outputs of the step are compared, then those of the forward after it, then the
         # gradients.
-        outputs = self._leaking_outputs(self.first.outputs, self.second.outputs)
-        later = not outputs
-        if later:
-            outputs = self._leaking_outputs(self.first.later, self.second.later)
+        leaks = self._leaking_outputs(self.first.outputs, self.second.outputs, later=False)
+        no_leak_in_step = not leaks
+        if no_leak_in_step:
+            leaks = self._leaking_outputs(self.first.later, self.second.later, later=True)
+        is_in_later_outputs = no_leak_in_step and bool(leaks)
 
         gradient = 0.0
-        if not outputs:
+        if not leaks:
             gradient = self._moved_gradient()
-        if not outputs and not gradient:
+        if not leaks and not gradient:
             return {}
 
         # What the leak does, in words.
-        if outputs:
-            name, share = next(iter(outputs.items()))
+        if leaks:
+            name, share = next(iter(leaks.items()))
             output = f"output {name}" if name else "the output"
             consequence = f"{output} of a sample moves by {100 * share:.3g} %"
         else:
@@ -322,40 +334,42 @@ class _LeakTrial:
         consequence += " when only the other samples change"
 
         # Where it happens.
-        operation = self._first_mixing(later=later and bool(outputs))
+        operation = self._first_mixing(later=is_in_later_outputs)
         if operation is not None:
             kind = type(tree(self.model)[operation.path]).__name__
             return {operation.path: f"{operation.name} (in a {kind}) mixes samples: {consequence}"}
-        # No operation of the forward mixes, so the other samples came with an earlier batch.
-        if later and outputs:
+        # No operation of the later forward mixes samples, so a module kept numbers of the earlier
+        # batch.
+        if is_in_later_outputs:
             path = _keeper(self.first.model, self.second.model)
             return {path: f"{consequence} of an earlier batch"}
         return {"": consequence}
 
     def moved_rows(self) -> dict[str, str]:
-        """Find trainable layers that get an input whose row i is not sample i.
+        """Find trainable layers whose input does not have sample i in row i.
 
-        Opacus takes the gradient of row i for that of sample i.
+        Opacus takes the gradient of row i for the gradient of sample i.
 
         Returns:
-            A sentence that tells what is wrong with a layer's input, by the layer's path.
+            A sentence that tells what is wrong with the layer's input, by the layer's path.
         """
         findings = {}
-        for path, inputs in self.first.rows.items():
-            for read, other_read in zip(inputs, self.second.rows.get(path, []), strict=False):
-                # An input that stays the same when samples change has no rows of samples. Inputs of
+        for path, first_inputs in self.first.rows.items():
+            second_inputs = self.second.rows.get(path, [])
+            for first_input, second_input in zip(first_inputs, second_inputs, strict=False):
+                # An input that stays the same when samples change does not hold samples. Inputs of
                 # two shapes cannot be compared.
-                has_same_shape = read.shape == other_read.shape
-                if not has_same_shape or not bool(self._moved(read, other_read).any()):
+                has_same_shape = first_input.shape == second_input.shape
+                if not has_same_shape or not bool(self._moved(first_input, second_input).any()):
                     continue
 
-                if len(read) != self.count:
+                if len(first_input) != self.count:
                     findings[path] = (
-                        f"it gets {len(read)} rows for {self.count} samples, so the gradient of"
-                        " a row is not that of a sample"
+                        f"it gets {len(first_input)} rows for {self.count} samples, so the gradient"
+                        " of a row is not that of a sample"
                     )
-                # Only the other samples were changed, so the row of the kept one must not move.
-                elif bool(self._moved(read, other_read)[KEPT].any()):
+                # Only the other samples were changed, so the row of the kept one must not change.
+                elif bool(self._moved(first_input, second_input)[KEPT].any()):
                     findings[path] = (
                         "row i of its input is not sample i, so the gradient of a row is not that"
                         " of a sample"
@@ -364,36 +378,44 @@ class _LeakTrial:
         return findings
 
     def _leaking_outputs(
-        self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+        self,
+        outputs: Mapping[str, Tensor],
+        others_changed: Mapping[str, Tensor],
+        *,
+        later: bool,
     ) -> dict[str, float]:
-        """Return the outputs that differ for the kept sample, which is the same in both runs.
-
-        Each has the relative L2 of the difference. It is 1 if a run lacks the output, or the shapes
-        differ.
+        """Return the outputs of the kept sample that change when only the other samples change.
 
         Args:
-            first: The outputs of the run on the batch itself, by name.
-            second: The outputs of the run whose other samples are changed, by name.
+            outputs: The outputs of the run on the batch itself, by name.
+            others_changed: The outputs of the run in which the other samples have other values, by
+                name.
+            later: Whether these are outputs of the forward after the step. Otherwise they are those
+                of the step.
+
+        Returns:
+            The relative L2 of the change, by the output's name. It is 1 if the second run lacks the
+            output or gives it another shape. Outputs that do not change are left out.
         """
         leaks: dict[str, float] = {}
-        for name, value in first.items():
-            other = second.get(name)
+        for name, value in outputs.items():
+            other = others_changed.get(name)
             # In a list with an entry for each sample, the names of outputs begin with the index of
-            # the sample. The entries of other samples may differ.
+            # the sample, such as "1.boxes". The entries of other samples may change.
             if self.first.listed and name.partition(".")[0] != str(KEPT):
                 continue
             if other is None or other.shape != value.shape:
                 leaks[name] = 1.0
                 continue
 
-            # Only the kept sample's part of an output has to stay. An entry of a list is its part.
+            # Only numbers that belong to the kept sample must stay the same: all numbers of its
+            # entry in a list, or its row of a batch. In an output without rows, the numbers must
+            # not depend on several samples.
             dim = _sample_dim(value, self.count)
             if self.first.listed:
                 moved = self._moved(value, other)
             elif dim is None:
-                moved = self._mixed_without_rows(
-                    name, value, other, later=first is self.first.later
-                )
+                moved = self._mixed_without_rows(name, value, other, later=later)
             else:
                 moved = self._moved(value, other).select(dim, KEPT)
                 value = value.select(dim, KEPT)
@@ -406,33 +428,36 @@ class _LeakTrial:
     def _mixed_without_rows(
         self, name: str, value: Tensor, others_changed: Tensor, *, later: bool
     ) -> Tensor:
-        """Mark the numbers that depend on several samples, in an output without a sample dimension.
+        """Mark the numbers that mix samples, in an output without a sample dimension.
 
-        One number for the batch may be a sum over samples, as a loss is. A sum f of a sample a and
-        of others b satisfies f(a, b) - f(a', b) = f(a, b') - f(a', b').
+        A single number for the batch may be a sum over samples, as a loss is, which is no mixing.
+        For a sum f of the kept sample a and the other samples b, a change of a changes f by the
+        same amount whatever b is: f(a, b) - f(a', b) = f(a, b') - f(a', b').
 
         Args:
             name: The name of the output.
             value: The output f(a, b) of the batch itself.
-            others_changed: The output f(a, b') with the other samples changed.
-            later: Whether it is the output of the batch after the step.
+            others_changed: The output f(a, b') of the run with other values in the other samples.
+            later: Whether it is an output of the forward after the step.
+
+        Returns:
+            A bool for each number of the output.
         """
-        # f(a', b), where the sample itself is changed and the others are not. Of each pair in
-        # `_others`, False takes the output of the step, and True that of the batch after it. If a
-        # run lacks the output, f(a, b') or below f(a, b) is taken in its place.
-        kept_changed = self._others["kept"][later].get(name, others_changed)
+        # f(a', b), where only the kept sample is changed. If that run lacks the output, f(a, b')
+        # is taken in its place.
+        kept_changed = self._changed_outputs("kept", later=later).get(name, others_changed)
         if kept_changed.shape != value.shape:
             return torch.ones_like(value, dtype=torch.bool)
 
-        # A number that moves with the sample and with the others depends on both. Several numbers,
-        # or a truth value, are no sum over samples.
+        # A number that changes with the kept sample, and with the others, depends on both. Only a
+        # single number, and no truth value, may be a sum over samples.
         moved = self._moved(value, others_changed) & self._moved(value, kept_changed)
         if value.numel() > 1 or value.dtype == torch.bool or not bool(moved.any()):
             return moved
 
-        # f(a', b'), where everything is changed. If f is a sum, changing a changes it by the same
-        # amount beside b and beside b', except for rounding.
-        all_changed = self._others["all"][later].get(name, value)
+        # f(a', b'), where all samples are changed. If that run lacks the output, f(a, b) is taken
+        # in its place. The two changes by a may differ by rounding.
+        all_changed = self._changed_outputs("all", later=later).get(name, value)
         change = value - kept_changed
         change_beside_others = others_changed - all_changed
         size = change.abs() + change_beside_others.abs()
@@ -440,19 +465,33 @@ class _LeakTrial:
         return rest.abs() > self.rounding * (size + value.abs())
 
     @cached_property
-    def _others(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        """The outputs with the kept sample changed ("kept"), and with all samples changed ("all").
+    def _outputs_of_changed(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """The outputs with other values in the kept sample ("kept"), or in all samples ("all").
 
-        Each is a pair: the outputs of the step, and those of the batch after it.
+        Each is a pair: the outputs of the step, and those of the forward after it.
         """
-        steps = {
-            "kept": _step(self.model, self.kept_changed),
-            "all": _step(self.model, self.all_changed),
+        runs = {
+            "kept": _run_of_training(self.model, self.kept_changed),
+            "all": _run_of_training(self.model, self.all_changed),
         }
-        return {name: (step.outputs, step.later) for name, step in steps.items()}
+        return {which: (run.outputs, run.later) for which, run in runs.items()}
+
+    def _changed_outputs(self, which: str, *, later: bool) -> dict[str, Tensor]:
+        """Return the outputs of a run with other values in some samples, by name.
+
+        Args:
+            which: The samples that have other values: "kept" or "all".
+            later: Whether the outputs of the forward after the step are returned. Otherwise they
+                are those of the step.
+        """
+        outputs_of_step, later_outputs = self._outputs_of_changed[which]
+        return later_outputs if later else outputs_of_step
 
     def _moved_gradient(self) -> float:
-        """Return the relative L2 by which the gradient of the kept sample's input moves, or 0."""
+        """Return how far the gradient of the kept sample's input differs between the two runs.
+
+        It is the relative L2 in the first input tensor that differs by more than rounding, or 0.
+        """
         kept = values_of_sample(self.first.gradients, KEPT)
         others = values_of_sample(self.second.gradients, KEPT)
         for gradient, other in zip(kept, others, strict=True):
@@ -461,33 +500,40 @@ class _LeakTrial:
         return 0.0
 
     def _first_mixing(self, *, later: bool) -> _Operation | None:
-        """Return the first operation with a result that depends on the kept sample and on others.
+        """Return the first operation of the forward that mixes samples.
 
-        If there is none, it is the first that puts another sample into the kept sample's row, and
-        None if there is none of these either. Operations whose values reach an output, as its
-        gradient tells, come before others: values that reach no output are not the cause.
+        An operation mixes if a number that it returns depends on the kept sample and on others. If
+        none does, the first operation that puts another sample into the kept sample's row is
+        returned, or None if none does that either. Operations on whose values an output depends are
+        preferred to others, as a value that reaches no output is not the cause.
 
         Args:
-            later: Whether the batch after the step is looked at.
+            later: Whether the forward after the step is looked at, in place of that of the step.
         """
         operations, outputs = _watched(self.model, self.calls, later=later)
-        others, _ = _watched(self.model, self.others_changed, later=later)
-        kept, _ = _watched(self.model, self.kept_changed, later=later)
+        operations_others_changed, _ = _watched(self.model, self.others_changed, later=later)
+        operations_kept_changed, _ = _watched(self.model, self.kept_changed, later=later)
 
         # The three runs make the same operations in the same order.
         mixing = []
         reordering = []
-        for operation, with_others, with_kept in zip(operations, others, kept, strict=False):
+        for operation, with_others_changed, with_kept_changed in zip(
+            operations, operations_others_changed, operations_kept_changed, strict=False
+        ):
             for live, value, others_changed, kept_changed in zip(
                 operation.live,
                 operation.values,
-                with_others.values,
-                with_kept.values,
+                with_others_changed.values,
+                with_kept_changed.values,
                 strict=False,
             ):
+                # A shape that depends on the samples mixes them, too.
                 if not value.shape == others_changed.shape == kept_changed.shape:
                     mixing.append((operation, live))
                     continue
+                # A number that changes with the others, and with the kept sample, mixes them. One
+                # that changes with the others alone, in the kept sample's row, came from another
+                # row.
                 moved = self._moved(value, others_changed)
                 if bool((moved & self._moved(value, kept_changed)).any()):
                     mixing.append((operation, live))
@@ -501,11 +547,13 @@ class _LeakTrial:
         return candidates[0][0] if candidates else None
 
     def _any_moved(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-        """Whether any output of two runs differs by more than rounding.
+        """Whether any output of one run differs from another run's by more than rounding.
+
+        An output that is missing in the second run, or has another shape there, differs.
 
         Args:
-            first: The outputs of one run.
-            second: The outputs of another run.
+            first: The outputs of one run, by name.
+            second: The outputs of another run, by name.
         """
         for name, value in first.items():
             other = second.get(name)
@@ -514,14 +562,16 @@ class _LeakTrial:
         return False
 
     def _moved(self, first: Tensor, second: Tensor) -> Tensor:
-        """Mark the numbers that differ by more than rounding.
+        """Mark the numbers that differ by more than rounding: a bool for each number.
 
         Args:
             first: The tensor in one run.
-            second: The tensor in another run.
+            second: The tensor in another run, of the same shape.
         """
         if not (first.is_floating_point() or first.is_complex()):
             return first != second
+        # Rounding is measured against the largest finite number of the tensor. A number that is
+        # finite in one run only differs, too.
         size = first.abs().nan_to_num(0, 0, 0).amax() if first.numel() else first.new_zeros(())
         apart = (first - second).abs() > self.rounding * size
         return apart | (first.isfinite() != second.isfinite())
@@ -542,8 +592,10 @@ def _spread_parameters(model: nn.Module) -> None:
         parameter.copy_(torch.where(parameter == 0, noise, parameter * (1 + noise)))
 
 
-def _step(model: nn.Module, calls: _TrainingPair) -> _Step:
-    """Train a fresh copy for a step, forward and backward, then run the later batch.
+def _run_of_training(model: nn.Module, calls: _TrainingPair) -> _Step:
+    """Run a fresh copy forward and backward on a batch, then forward on the later batch.
+
+    No optimizer moves the parameters.
 
     Args:
         model: The network, which is not changed.
@@ -551,6 +603,8 @@ def _step(model: nn.Module, calls: _TrainingPair) -> _Step:
     """
     copied = _fresh(model)
     call = calls.call
+
+    # Hooks keep the inputs of the layers that have trainable parameters of their own.
     rows: dict[str, list[Tensor]] = {}
 
     def keep_rows(path: str, _module: nn.Module, args: tuple[object, ...]) -> None:
@@ -564,14 +618,16 @@ def _step(model: nn.Module, calls: _TrainingPair) -> _Step:
         ):
             handles.append(module.register_forward_pre_hook(partial(keep_rows, path)))
 
+    # The step. The inputs are leaves, so that they get gradients.
     leaves = call.map_floats(lambda tensor: tensor.detach().clone().requires_grad_())
     with _training(copied, seed=0):
         with hooked(handles):
-            # A forward may write into its input, which it must not do to a leaf.
+            # A forward may write into its input. Autograd forbids that for a leaf.
             result = leaves.call_on_copies(copied)
         outputs = _outputs(result)
         gradients = _gradients(_loss(outputs, call.count), leaves)
 
+    # The forward after the step.
     with _training(copied, seed=1), torch.no_grad():
         later = _outputs(calls.later.call_on_copies(copied))
 
@@ -586,15 +642,22 @@ def _step(model: nn.Module, calls: _TrainingPair) -> _Step:
 
 
 def _gradients(loss: Tensor, leaves: Example) -> Example:
-    """Return the loss's gradients, arranged as `leaves`; zeros where the loss ignores a leaf."""
+    """Return the gradients of a loss with respect to a call's inputs, arranged as the call.
+
+    An input on which the loss does not depend gets zeros.
+
+    Args:
+        loss: The loss, one number.
+        leaves: The call whose tensors were the inputs.
+    """
     inputs = [tensor for tensor in leaves.tensors() if tensor.requires_grad]
-    found: dict[int, Tensor | None] = {}
+    by_id: dict[int, Tensor | None] = {}
     if loss.requires_grad and inputs:
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
-        found = {id(leaf): gradient for leaf, gradient in zip(inputs, gradients, strict=True)}
+        by_id = {id(leaf): gradient for leaf, gradient in zip(inputs, gradients, strict=True)}
 
     def gradient_of(leaf: Tensor) -> Tensor:
-        gradient = found.get(id(leaf))
+        gradient = by_id.get(id(leaf))
         return torch.zeros_like(leaf) if gradient is None else gradient
 
     return leaves.map(gradient_of)
@@ -608,25 +671,30 @@ def _watched(
     Args:
         model: The network, which is not changed.
         calls: The batch to train on, and the later one.
-        later: Whether the later batch is run.
+        later: Whether the network runs on the later batch, with its random numbers.
     """
     copied = _fresh(model)
     watch = _Watch(copied)
     call = calls.later if later else calls.call
 
+    # The seeds are those of `_run_of_training`: 0 for the step, 1 for the forward after it.
     leaves = call.map_floats(lambda tensor: tensor.detach().clone().requires_grad_())
     with _training(copied, seed=int(later)), hooked(watch.hooks()):
-        entered = leaves.map(torch.clone)
+        # The copies are made before the watch begins, as they are no operations of the forward.
+        copies = leaves.map(torch.clone)
         with watch:
-            result = entered.call(copied)
+            result = copies.call(copied)
     return watch.operations, _outputs(result)
 
 
 class _Watch(TorchFunctionMode):
-    """Keeps every operation of one forward, with the module whose forward makes it.
+    """Records every call of a torch function in one forward, and the module that makes it.
 
     Args:
         model: The network that is watched.
+
+    Attributes:
+        operations: The calls in order, each as an `_Operation`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -637,8 +705,8 @@ class _Watch(TorchFunctionMode):
         self.operations: list[_Operation] = []
 
     def hooks(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Register the hooks that follow which module runs, and yield their handles."""
-        # A module with several paths is followed by its first one.
+        """Register the hooks that keep track of which module runs, and yield their handles."""
+        # A module that has several paths goes by the first one.
         distinct: dict[nn.Module, str] = {}
         for path, module in self.modules.items():
             if path and not isinstance(module, torch.jit.ScriptModule):
@@ -648,9 +716,11 @@ class _Watch(TorchFunctionMode):
             yield module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, path: str, *_: object) -> None:
+        """Note that the forward of the module at `path` begins."""
         self.around.append(path)
 
     def _leave(self, *_: object) -> None:
+        """Note that the forward of the innermost module ends."""
         self.around.pop()
 
     def __torch_function__(
@@ -660,6 +730,7 @@ class _Watch(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        """Call the torch function, and record the call if it returns tensors."""
         result = func(*args, **(kwargs or {}))
         tensors = tuple(tensor for _, tensor in named_tensors(result))
         if tensors:
@@ -678,12 +749,13 @@ def _name(function: Callable[..., object]) -> str:
 
 
 def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
-    """Whether some output depends on a value, as its gradient tells.
+    """Whether some output depends on a value, as autograd records it.
 
     Args:
         outputs: The outputs by name, with their history.
         value: The tensor that an operation returned, with its history.
     """
+    # One number for each output, as autograd differentiates numbers. `abs` makes it real.
     totals = [output.abs().sum() for output in outputs.values() if output.requires_grad]
     if not totals or not value.requires_grad:
         return False
@@ -692,7 +764,10 @@ def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
 
 
 def _fresh(model: nn.Module) -> nn.Module:
-    """Return a copy that shares the trainable parameters, and has copies of all other tensors."""
+    """Return a copy of a network that shares its trainable parameters, and nothing else.
+
+    A run without an optimizer does not change these. It may change any other tensor.
+    """
     parameters = nn.Module.parameters(model)
     shared = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
     return duplicate(model, shared)
@@ -700,15 +775,16 @@ def _fresh(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _training(model: nn.Module, seed: int) -> Iterator[None]:
-    """Run the body of a `with` in training mode, with gradients on and random numbers of a seed.
+    """Context manager: set training mode, turn gradients on, and seed all random numbers.
 
-    It yields nothing. Afterwards the states of the random number generators are restored, so the
+    It yields nothing. At the end the states of the random number generators are restored, so the
     user's draws are not affected. The network stays in training mode.
 
     Args:
         model: A copy of the network.
         seed: The seed of torch's, numpy's and Python's random numbers.
     """
+    # A tensor of the network, which has its device and dtype.
     tensor = calling.anchor(model)
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -727,27 +803,36 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _outputs(result: object) -> dict[str, Tensor]:
-    """Return dense copies of the tensors that a forward returns, by name."""
+    """Return dense copies of the tensors in what a forward returned, by name."""
     return {name: running.dense(tensor) for name, tensor in named_tensors(result)}
 
 
 def _is_listed(result: object, count: int) -> bool:
-    """Whether a forward returns a list with an entry for each sample, as detectors do."""
+    """Whether a forward returned a list with an entry for each sample, as detectors do.
+
+    A list of as many batches of outputs has the same length. But its tensors have the samples in
+    dimension 0.
+    """
     if not isinstance(result, list | tuple) or len(result) != count:
         return False
     return all(_sample_dim(tensor, count) != 0 for _, tensor in named_tensors(result))
 
 
 def _loss(outputs: Mapping[str, Tensor], count: int) -> Tensor:
-    """Return a loss that is a sum over samples if the outputs keep samples apart.
+    """Return a loss that is a sum over samples, provided that the outputs keep samples apart.
 
     It is the sum of squares of the outputs. An output without a sample dimension may be a sum over
     samples already, whose square would mix the samples, so it is added without squaring.
+
+    Args:
+        outputs: The outputs of the forward, by name.
+        count: The number of samples.
     """
     loss = torch.zeros(())
     for value in outputs.values():
         if not value.requires_grad:
             continue
+        # A complex number counts as two real ones.
         real = torch.view_as_real(value) if value.is_complex() else value
         if _sample_dim(value, count) is not None:
             real = real.square()
@@ -756,9 +841,9 @@ def _loss(outputs: Mapping[str, Tensor], count: int) -> Tensor:
 
 
 def _sample_dim(value: Tensor, count: int) -> int | None:
-    """Return the dimension of the samples, or None if none is known to be theirs.
+    """Return the dimension of an output that counts the samples, or None if there is none.
 
-    It is the first if that has the size `count`, or else the only dimension of that size.
+    It is the first dimension if that has the size `count`, or else the only one of that size.
     """
     dims = [dim for dim, size in enumerate(value.shape) if size == count]
     if dims[:1] == [0] or len(dims) == 1:
@@ -775,6 +860,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
             for name, parameter in module._parameters.items()
             if parameter is not None and not parameter.requires_grad
         }
+        # A buffer may be registered as None.
         for name, tensor in {**frozen, **module._buffers}.items():
             if tensor is not None:
                 state[dotted(path, name)] = tensor.detach()
@@ -785,18 +871,18 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 def _keeper(first: nn.Module, second: nn.Module) -> str:
     """Return the path of the first module that keeps numbers of a batch in a plain attribute.
 
-    The two batches left other numbers in this attribute. The path is empty if there is no such
-    module.
+    It is the first module with an attribute, which is no buffer, that has other numbers in the two
+    copies. The path is empty if there is none.
 
     Args:
-        first: A copy of the network, after a first batch.
-        second: A copy of the network, after another batch.
+        first: A copy of the network, after one batch.
+        second: A copy of the network, after a batch of other values.
     """
-    others = tree(second)
+    second_modules = tree(second)
     for path, module in tree(first).items():
-        # Plain attributes hold what is no buffer. Names with an underscore are torch's own.
+        # `_buffers`, `_parameters` and torch's other attributes begin with an underscore.
         attributes = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        other_attributes = vars(others[path])
+        other_attributes = vars(second_modules[path])
         for name, tensor in dict(named_tensors(attributes)).items():
             other = other_attributes.get(name)
             if isinstance(other, Tensor) and not _same_values(tensor, other):
@@ -805,12 +891,12 @@ def _keeper(first: nn.Module, second: nn.Module) -> str:
 
 
 def _same_values(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have the same shape and numbers, where NaN equals NaN and 0."""
+    """Whether two tensors have the same shape and numbers. NaN counts as 0."""
     return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def _relative_change(value: Tensor, other: Tensor) -> float:
-    """Return |other - value| / |value|, or 1 if the shapes differ."""
+    """Return the relative L2 |other - value| / |value|, or 1 if the shapes differ."""
     if value.shape != other.shape:
         return 1.0
     wide = torch.complex128 if value.is_complex() else torch.float64
