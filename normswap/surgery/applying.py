@@ -1,8 +1,9 @@
 """DO: carry out a plan. No decisions are made here.
 
-Every replacement is built from the untouched model. Then the model is copied with the replacements
-in place. So edits have no order, the source is never written to, and a tensor that is replaced is
-never copied.
+A step of a plan has edits. An edit names a path, the class of the layer that is placed there, and
+the modules (`reads`) whose tensors the new layer absorbs. Every new layer is built from the
+untouched model. Then the model is copied with the new layers in place. So edits have no order, the
+source is never written to, and a tensor that is replaced is never copied.
 """
 
 import itertools
@@ -25,7 +26,7 @@ from normswap.proof.running import Replacements
 from normswap.sites.site import site_of
 from normswap.surgery import deploying, learning
 
-# The numbers of channels or features that layers of torch state.
+# The attributes of torch's layers that state numbers of channels or features.
 _WIDTHS = ("in_channels", "out_channels", "in_features", "out_features", "num_features")
 
 
@@ -34,8 +35,11 @@ def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> n
 
     Args:
         model: The source, which is not changed.
-        steps: The steps of a plan, in order. See `apply_step`.
-        double: Whether replaced layers are built in float64.
+        steps: The steps of a plan, in order.
+        double: Whether the new model is in float64. Then no value is rounded to less on the way.
+
+    Raises:
+        PlanError: An edit names a path, a layer or an argument that does not exist.
     """
     for step in steps:
         model = apply_step(model, step, double=double)
@@ -55,15 +59,16 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
     """
     duplicate = copying.to_double if double else copying.duplicate
 
-    # The new layer for each old module, by the old one's identity. When the model is copied, the
-    # new layer is taken in place of a copy of the old module.
+    # The new layer for each old module, by the old module's `id`. When the model is copied, the new
+    # layer is taken in place of a copy of the old module.
     memo: copying.Memo = {}
     # The paths of norms in whose place a layer of another class stands.
     gone: list[str] = []
-    # Paths and values of parameters and plain numbers (a dropout rate). They are set on the copy.
+    # Paths and new values of parameters and plain numbers (a dropout rate). They are set on the
+    # copy at the end.
     attributes: list[tuple[str, object]] = []
 
-    # Innermost paths come first: a layer that stays needs the replacements inside it.
+    # Innermost paths come first: a module that stays is copied with the new layers inside it.
     for edit in sorted(step.edits, key=lambda edit: -edit.path.count(".")):
         old = find(model, edit.path, f"step '{step.scheme}'")
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
@@ -76,13 +81,18 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
             continue
 
         original = old
-        if edit.keep or (double and not layer_of(edit).CASTS):
-            # A module that stays inside the new layer is copied with the replacements in it, which
-            # `memo` has. Any other is only read, and is copied so that it is read in float64.
-            old = duplicate(old, memo if edit.keep else {})
+        if edit.keep:
+            # The old module stays inside the new layer. It is copied with the new layers in it,
+            # which `memo` has.
+            old = duplicate(old, memo)
+        elif double and not layer_of(edit).CASTS:
+            # The old module is only read. Layers with `CASTS` read it in float64 themselves, others
+            # are given a float64 copy.
+            old = duplicate(old, {})
 
         new = memo[id(original)] = _replacement(edit, old, reads, like)
         if isinstance(new, nn.Module):
+            # Which parameters are trainable, the mode, and the widths are taken over.
             learning.follow(model, edit, original, reads, new)
             _keep_widths(original, new)
         # Methods that fuse norms must find nothing to do around this path (`keep_as_deployed`).
@@ -99,10 +109,10 @@ def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Modu
 
 
 def _keep_widths(old: nn.Module, new: nn.Module) -> None:
-    """Set attributes such as `num_features` on a new layer, as the old one had them.
+    """Set attributes such as `num_features` on a new layer, with the values of the old one.
 
     Other code reads these numbers of channels: timm's blocks read the `in_channels` of a branch,
-    other blocks the `num_features` of a norm. What the new layer has itself is not overwritten.
+    other blocks the `num_features` of a norm. Attributes that the new layer has are not changed.
 
     Args:
         old: The module that stood at the path.
@@ -117,17 +127,17 @@ def _keep_widths(old: nn.Module, new: nn.Module) -> None:
 def _like(
     model: nn.Module, old: Held, reads: Sequence[nn.Module], *, double: bool = False
 ) -> torch.Tensor:
-    """Return an empty tensor with the dtype and device of what an edit replaces.
+    """Return an empty tensor with the dtype and device that a new layer gets.
 
-    The first floating-point tensor of the replaced module decides. If it has none, the modules that
-    the edit reads decide, and then the network itself (`calling.anchor`). Parts of a network may
-    have other dtypes than the whole.
+    They are those of the first floating-point tensor of the replaced module. If it has none, the
+    modules that the edit reads are asked, and then the network (`calling.anchor`), whose parts may
+    have different dtypes.
 
     Args:
         model: The network.
         old: The module, parameter or number at the edit's path.
         reads: The modules that the edit reads.
-        double: Whether the tensor is in float64 in any case.
+        double: Whether the tensor is in float64, whatever the network's dtype is.
     """
     tensors: list[torch.Tensor] = [old] if isinstance(old, nn.Parameter) else []
     for module in (old, *reads):
@@ -142,10 +152,11 @@ def _like(
 
 
 def _in_double(reads: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules, with a float64 copy in place of each parametrized one.
+    """Return the modules that an edit reads, with a float64 copy of each parametrized module.
 
-    Computing a parametrized weight (weight norm) in float32 would round it. The stored tensors of
-    the other modules have the same values in every precision.
+    The weight of a parametrized module (`torch.nn.utils.parametrize`, such as weight norm) is
+    computed when it is read. In float32 that would round it. The stored tensors of the other
+    modules have the same values in every precision, so these are returned as they are.
     """
     widened: list[nn.Module] = []
     for module in reads:
@@ -158,7 +169,7 @@ def _in_double(reads: Sequence[nn.Module]) -> list[nn.Module]:
 def doubles(
     model: nn.Module, result: nn.Module, step: Step
 ) -> tuple[Replacements, dict[int, torch.Tensor]]:
-    """Return the layers and parameters of a step in float64, for `running.by_parts`.
+    """Return what a step placed in its result, in float64: the arguments of `running.by_parts`.
 
     Args:
         model: The network before the step.
@@ -166,9 +177,11 @@ def doubles(
         step: The step.
 
     Returns:
-        For each module that the step placed in the result, a function that builds it in float64;
-        and the parameters that the step set, in float64, by the identity of the result's own.
+        For each module that the step placed in the result, a function that builds the module in
+        float64. Then the parameters that the step set, in float64, each by the `id` of the
+        parameter in the result.
     """
+    # A path of the model may have moved in the result (`_path_after`).
     depths = {edit.path: edit.depth for edit in step.edits}
     replacements: Replacements = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -178,7 +191,7 @@ def doubles(
         reads = [_module(model, path, f"edit of {edit.path}") for path in edit.reads]
         like = _like(model, old, reads, double=True)
         reads = _in_double(reads)
-        new_path = _now(edit.path, depths)
+        new_path = _path_after(edit.path, depths)
 
         # A module is built when its forward begins. A parameter is built at once.
         if isinstance(old, nn.Module):
@@ -195,9 +208,9 @@ def doubles(
 def _layer_in_double(
     edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor
 ) -> nn.Module:
-    """Return the module that an edit puts in the place of `old`, made in float64.
+    """Return the module that an edit puts in the place of `old`, built in float64.
 
-    `running.by_parts` runs the result in float64 with these modules in the place of its own.
+    `running.by_parts` runs the result with the tensors of these modules in place of its own.
 
     Args:
         edit: The edit.
@@ -205,11 +218,12 @@ def _layer_in_double(
         reads: The modules that the edit reads.
         like: An empty float64 tensor on the layer's device.
     """
-    # A module that stays inside the new layer is cast to float64 when it runs, so it need not be
-    # built here: an identity takes its place.
     if edit.keep:
+        # The old module stays inside the new layer. `by_parts` casts it to float64 when it runs, so
+        # it need not be built here, and an identity takes its place.
         old = nn.Identity()
     elif not layer_of(edit).CASTS:
+        # Layers with `CASTS` read the old module in float64 themselves.
         old = copying.to_double(old)
     new = _replacement(edit, old, reads, like)
     assert isinstance(new, nn.Module)
@@ -225,16 +239,18 @@ def find(model: nn.Module, path: str, who: str) -> Held:
         who: The subject of the error's sentence, such as "plan" or "step 'folded'".
 
     Raises:
-        PlanError: There is none at the path.
+        PlanError: There is nothing at the path, or something else, such as a bool or a method.
     """
     value: object = model
     for name in path.split("."):
-        # A path leads through modules: not to their classes, methods or configurations.
+        # Each name but the last must lead to a module, and none may be one of Python's own, such as
+        # `__class__`.
         is_there = isinstance(value, nn.Module) and not name.startswith("__")
         if not is_there or not hasattr(value, name):
             raise PlanError(f"{who} names {path!r:.200}, which is not in {type(model).__name__}")
         value = getattr(value, name)
 
+    # To Python a bool is an int, too. But no edit replaces one.
     is_flag = isinstance(value, bool)
     if is_flag or not isinstance(value, nn.Module | float | int | nn.Parameter):
         kind = type(value).__name__
@@ -243,7 +259,9 @@ def find(model: nn.Module, path: str, who: str) -> Held:
 
 
 def _module(model: nn.Module, path: str, who: str) -> nn.Module:
-    """Return the module at a path. A parameter there is returned in a new LayerScale, as its gamma.
+    """Return the module at a path. A parameter there is returned as the gamma of a new LayerScale.
+
+    So an edit can absorb a plain parameter that scales channels as it absorbs a LayerScale.
 
     Args:
         model: The network.
@@ -264,20 +282,22 @@ def _module(model: nn.Module, path: str, who: str) -> nn.Module:
 
 
 def renames(model: nn.Module, step: Step) -> Iterator[tuple[str, str]]:
-    """Yield the old and the new name of each tensor that a step keeps under another name.
+    """Yield the old and the new full name of each tensor that a step renames.
 
     Args:
         model: The network before the step.
         step: The step.
     """
     for edit in step.edits:
+        # A layer class may rename the tensors that it takes over. If layers are put around the
+        # module, its tensors are called `inner.NAME`, with one `inner` for each of them.
         names = layer_of(edit).NAMES
         if not edit.depth and not names:
             continue
         for name in _module(model, edit.path, "plan").state_dict():
-            new = "inner." * edit.depth + names.get(name, name)
-            if new != name:
-                yield f"{edit.path}.{name}", f"{edit.path}.{new}"
+            new_name = "inner." * edit.depth + names.get(name, name)
+            if new_name != name:
+                yield f"{edit.path}.{name}", f"{edit.path}.{new_name}"
 
 
 def claims(steps: Sequence[Step], earlier: Sequence[Step] = ()) -> Claims:
@@ -286,13 +306,14 @@ def claims(steps: Sequence[Step], earlier: Sequence[Step] = ()) -> Claims:
     Args:
         steps: The steps from the source to the result.
         earlier: The steps that led to the source. If one of them rescaled the residual stream, a
-            later step may undo that, so the values at blocks change again.
+            step from the source on may undo that, which changes the values at blocks again.
     """
     every_step = [*earlier, *steps]
     rescales = not all(schemes.of(step).scheme.keeps_blocks for step in every_step)
 
     # If a layer absorbs a norm or a LayerScale, the values between the two change, though the
-    # network computes the same. Each pair is in the order of the forward.
+    # network computes the same. Each pair is in the order of the forward. The terms of a sum have
+    # no order, so both pairs are taken.
     changed_between: list[tuple[str, str]] = []
     for step in steps:
         for edit in step.edits:
@@ -334,13 +355,15 @@ def layer_of(edit: Edit, name: str = "") -> type[PlannedLayer]:
 
 
 def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
-    """Raise PlanError where a BatchNorm that the plan replaces is still in the result.
+    """Raise PlanError if a BatchNorm that the step replaces is still in the result.
 
     Args:
         source: The network before the step.
         result: The network after the step.
         step: The step.
     """
+    # Edits that leave the module in place, or put another norm there, are left out. So are edits
+    # of parameters and numbers.
     edits = [edit for edit in step.edits if not (edit.keep or layer_of(edit).KEEPS_NORM)]
     gone = {edit.path for edit in edits if isinstance(find(source, edit.path, "plan"), nn.Module)}
     depths = {edit.path: edit.depth for edit in step.edits}
@@ -348,7 +371,7 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
     still: list[str] = []
     for path in gone:
         old = source.get_submodule(path)
-        new = result.get_submodule(_now(path, depths))
+        new = result.get_submodule(_path_after(path, depths))
         if site_of(old).is_batchnorm and site_of(new).is_batchnorm:
             still.append(path)
     if still:
@@ -356,23 +379,26 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
 
 
 def placed(result: nn.Module, step: Step) -> dict[str, nn.Module]:
-    """Return the module that each edit of a step placed in the result, by the edit's path."""
+    """Return the module that each edit of a step placed in the result, by the edit's path.
+
+    Edits of parameters and plain numbers place no module, and are left out.
+    """
     depths = {edit.path: edit.depth for edit in step.edits}
     modules = copying.tree(result)
-    new_paths = {edit.path: _now(edit.path, depths) for edit in step.edits}
+    new_paths = {edit.path: _path_after(edit.path, depths) for edit in step.edits}
     return {path: modules[new_path] for path, new_path in new_paths.items() if new_path in modules}
 
 
-def _now(path: str, depths: Mapping[str, int]) -> str:
-    """Return the path of a module after the step.
+def _path_after(path: str, depths: Mapping[str, int]) -> str:
+    """Return the path that a module has after the step.
 
     If a layer is put around a module that stays, the module becomes the layer's `inner`. So with a
     layer around `stages.0`, the path `stages.0.norm` becomes `stages.0.inner.norm`. The path
-    `stages.0` itself is then the layer's own.
+    `stages.0` itself is then that of the layer around.
 
     Args:
         path: The path before the step.
-        depths: How many layers the step puts around a module that stays, by the module's path.
+        depths: How many layers the step puts around the module at a path, by this path.
     """
     parts = path.split(".")
     # The paths of the modules on the way: `a`, `a.b` and `a.b.c` for `a.b.c`.
@@ -385,11 +411,12 @@ def _now(path: str, depths: Mapping[str, int]) -> str:
 
 
 def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tensor) -> Held:
-    """Return what an edit puts at its path: a layer, a parameter or a plain number.
+    """Build what an edit puts at its path: a layer, a parameter or a plain number.
 
     Args:
         edit: The edit.
-        old: The module, parameter or number that the new value takes the place of.
+        old: The module, parameter or number that is replaced. A module that stays (`edit.keep`) is
+            put into the new layer.
         reads: The modules that the edit reads.
         like: An empty tensor with the dtype and device of the new layer.
 
@@ -404,13 +431,14 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
 
     try:
         with torch.no_grad():
+            # The further layers of the edit (`then`), which run after the first one.
             following = [
                 layer_of(edit, follower.layer).replacing(nn.Identity(), like=like, **follower.args)
                 for follower in edit.then
             ]
 
-            # If the old module stays (`keep`), it runs first and the edit's own layer after it.
-            # Otherwise the edit's own layer takes its place.
+            # If the old module stays, it runs first and the edit's own layer after it. Otherwise
+            # the edit's own layer takes its place.
             if edit.keep:
                 new = old
                 own = layer.replacing(nn.Identity(), *reads, like=like, **edit.arguments)

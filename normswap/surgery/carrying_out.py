@@ -1,4 +1,4 @@
-"""Carry out one step of a conversion: apply it, fit its values to data, prove it, record it."""
+"""Carry out one step of a conversion: apply it, fit its values to images, and prove the result."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ class Conversion:
 
     Args:
         network: The result, in the mode, dtype and device of the source, with the source's inputs.
-        report: The measurements.
+        report: The measurements and the verdict.
         outcomes: The outcome for each norm, by path.
         notes: Sentences that the user should read, such as that a branch's alpha could not be
             matched.
         renames: The old and the new name of each tensor that got another name.
-        steps: How many of the plan's last steps are this conversion.
+        steps: The number of steps that this conversion took. They are the last ones of the plan.
     """
 
     network: Network
@@ -64,7 +64,9 @@ class Conversion:
 
 @full_precision()
 def carry_out(network: Network, step: Step) -> Conversion:
-    """Carry out one step of a plan: apply it, fit its values, and measure the result.
+    """Carry out one step of a plan: apply it, fit its values, and prove or measure the result.
+
+    The conversion that is returned has no outcomes. The caller has them from the plan.
 
     Args:
         network: The network before the step.
@@ -82,16 +84,17 @@ def carry_out(network: Network, step: Step) -> Conversion:
     result = applied(network, step)
     fitted = fit(scheme, network, result, step, images)
 
-    # The run in training mode comes before the proof of the step: a norm over the batch gives NaN
-    # for a single sample, which is no fault of the step.
+    # If the scheme prepares for private or federated training, a run in training mode checks that.
+    # It comes before the proof of the step: a norm over the batch gives NaN for a single sample,
+    # which is no fault of the step.
     if scheme.scheme.training is not None:
-        # Only a step that prepares for a purpose needs this module.
+        # Imported here, as only such a step needs it.
         from normswap.surgery import sample_leaks
 
         sample_leaks.check(network, result, scheme.scheme.training, step.scheme)
 
-    # A forward that asks a layer for what the new layer lacks raises one of these errors. The
-    # check then says it in a sentence.
+    # A forward may ask a layer for an attribute that the new layer lacks, and then raises one of
+    # these errors. `_check_runs` raises a RefusedError that explains it.
     try:
         report = prove(network, result, step, fitted)
     except (AssertionError, AttributeError, TypeError):
@@ -114,17 +117,18 @@ def carry_out(network: Network, step: Step) -> Conversion:
 
 
 def images_for(chosen: Chosen, network: Network) -> Batches | None:
-    """Return the images that a step is fitted to.
+    """Return the images that the values of a step are fitted to.
 
-    It is None if the step fits nothing, or if there are no images and the step can do without.
+    The result is None if the step fits nothing, or if there are no images and the step can do
+    without.
 
     Args:
         chosen: The step's scheme, with all its options.
         network: The network before the step, with the images to fit values to.
 
     Raises:
-        OptionError: The step needs images and there are none, or it needs images of the user's
-            and these are synthetic.
+        OptionError: The step needs images and there are none. Or it needs real images, and these
+            are synthetic.
     """
     if not chosen.fits:
         return None
@@ -148,7 +152,10 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 
 
 def _exact_options(chosen: Chosen) -> list[str]:
-    """Return each single option that would make the scheme exact, as the user writes it."""
+    """Return each option by which alone the scheme would become exact, as the user writes it.
+
+    Such an option, `mean=keep` for instance, fits nothing, so it needs no images.
+    """
     exact: list[str] = []
     for option in chosen.scheme.options:
         for word in option.choices:
@@ -159,10 +166,10 @@ def _exact_options(chosen: Chosen) -> list[str]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The outcome of a fit.
+    """What a fit leaves for the proof and for the user.
 
     Args:
-        held: The calls that were held out, on which source and result are compared.
+        held: The calls that were held out of the fit, on which source and result are compared.
         unmeasured: Why no call was held out although there were images. Empty otherwise.
         notes: Sentences for the user.
     """
@@ -186,13 +193,16 @@ def fit(
         step: The step.
         images: The images to fit to. None if there are none.
 
+    Returns:
+        The calls that were held out, and notes for the user.
+
     Raises:
         SourceError: The images cannot be used, or are too few.
     """
     if not chosen.fits:
         return Fitted()
 
-    # With `split`, the scheme gets only the images that are not held out.
+    # The split hands the scheme three of four images, and keeps the fourth in `split.held`.
     batches = None if images is None else calls_of(images, network)
     split: held_out.HeldOutSplit | None = None
     if batches is not None and not _fits_to_all(chosen, images):
@@ -205,6 +215,7 @@ def fit(
         step=step,
         batches=batches,
         example=network.examples[0],
+        # The function with which the scheme itself can apply another step to the source.
         after=partial(applying.apply_step, network.module),
         takes_part=restrict(network.anatomy, **patterns(step.options)).takes_part,
         seed=network.seed,
@@ -222,7 +233,7 @@ def fit(
     if split is None:
         return Fitted((), "" if images is None else _NONE_HELD_OUT, notes)
 
-    # The split counts copies once the fit has gone through its batches.
+    # The fit has gone through its batches, so the split knows how many images are copies.
     if split.copies:
         notes += (f"{split.copies} of the held-out images are copies of others, and do not count",)
     return Fitted(tuple(split.held), "" if split.held else held_out.TOO_FEW, notes)
@@ -248,7 +259,7 @@ def _split(batches: Iterable[Example], network: Network) -> held_out.HeldOutSpli
 def measured_again(
     source: Network, result: nn.Module, steps: Sequence[Step]
 ) -> tuple[held_out.Kept | None, str]:
-    """Return how well the answers agree after several steps, on images that no step was fitted to.
+    """Measure how well the outputs agree after several steps, on images that no step was fitted to.
 
     Args:
         source: The network before the first step, with the images that the steps were fitted to.
@@ -256,8 +267,8 @@ def measured_again(
         steps: The steps.
 
     Returns:
-        The agreement, or None if it cannot be measured. Then the reason why not, which is empty if
-        there is an agreement or there were no images.
+        The agreement, and the reason why it could not be measured. The agreement is None if it
+        could not be measured. The reason is empty if it was measured, or if there were no images.
     """
     fitted = [chosen for step in steps if (chosen := schemes.of(step)).fits]
     images = source.images
@@ -267,8 +278,8 @@ def measured_again(
     if any(_fits_to_all(chosen, images) for chosen in fitted):
         return None, _NONE_HELD_OUT
 
+    # The split is the same as in the steps. An iteration to its end fills `split.held`.
     split = _split(calls_of(images, source), source)
-    # An iteration to the end fills `split.held`.
     for _ in split:
         pass
     kept = held_out.measured(source.module, result, split.held, source.anatomy)
@@ -276,7 +287,7 @@ def measured_again(
 
 
 def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Report:
-    """Measure a step's result on the inputs of its source, and on held-out images.
+    """Compare a step's result with its source, on the source's inputs and on held-out images.
 
     Args:
         network: The network before the step.
@@ -290,10 +301,12 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
     exact = schemes.of(step).exact
     settle = schemes.of(step).scheme.settle
 
-    # An approximate result differs by far more than float32 rounding, so float64 would show
-    # nothing. An exact scheme that measures statistics on images has a function `settle`, which
-    # computes a result's other tensors from them. Its result is copied in float64 with these
-    # statistics, and settled again. Any other exact result is built anew in float64 from the plan.
+    # The comparison in float64. An approximate result differs by far more than float32 rounding, so
+    # there float64 would show nothing.
+    # An exact scheme that measures statistics on images has a function `settle`, which computes the
+    # result's other tensors (gamma and beta) from the statistics. No plan has the statistics, so
+    # the result is copied to float64 with them, and `settle` computes the other tensors there.
+    # Any other exact result is built anew from the plan: by parts, which costs less, or as a whole.
     precise = None
     if exact and settle is not None:
         double = network.after(result).doubled().module
@@ -308,6 +321,7 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
             ),
         )
 
+    # At which residual blocks the result claims to have the source's values.
     claims = applying.claims([step], earlier=network.provenance.plan.steps)
     report = comparison.compare_networks(
         network, result, exact=exact, precise=precise, claims=claims
@@ -324,7 +338,9 @@ def prove(network: Network, result: nn.Module, step: Step, fitted: Fitted) -> Re
 
 
 def applied(network: Network, step: Step) -> nn.Module:
-    """Return the network after a step, with its provenance, before any value is fitted.
+    """Return the network after a step, before any value is fitted, with the step in its record.
+
+    The record (`provenance`) has the plan so far, and the tensors of the norms that were replaced.
 
     Args:
         network: The network before the step.
@@ -339,7 +355,7 @@ def applied(network: Network, step: Step) -> nn.Module:
     if not schemes.of(step).exact:
         _check_runs(network, result, step.scheme)
 
-    # Provenance records the tensors of the norms that the step replaced.
+    # The tensors of the norms that the step replaced, by their names in the network before.
     edited = {edit.path for edit in step.edits}
     norms = {}
     for path, module in nn.Module.named_modules(network.module):
@@ -353,7 +369,7 @@ def applied(network: Network, step: Step) -> nn.Module:
 
 
 def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
-    """Check that the result of a step runs.
+    """Run the result of a step once, and raise RefusedError if it fails.
 
     Args:
         network: The network before the step.
@@ -364,10 +380,10 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
         RefusedError: A norm cannot process its input, or a forward asks for attributes of the
             layers that are gone.
     """
+    # The short example costs less. A forward that fixes its number of images takes the whole batch
+    # only.
     example = network.short_example
     whole = network.examples[0]
-
-    # A forward that fixes its number of images takes the whole batch only.
     if example is not whole and not network_input.runs(network.module, example):
         example = whole
     try:

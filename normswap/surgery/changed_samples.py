@@ -1,7 +1,7 @@
-"""Batches for a run in training mode, of which only some samples differ.
+"""Batches that differ in some samples only, for runs in training mode.
 
-A sample is an entry of the first dimension of every tensor that has as many entries as the call
-has samples, or an entry of a list of images.
+Sample i of a call is entry i along the first dimension of each tensor that has as many entries as
+the call has samples, and entry i of each list of that length.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,18 +14,23 @@ from torch import Tensor
 
 from normswap.models.calling import Example, changed, named_tensors
 
-# An even number of samples, and enough that one has a neighbour on either side.
+# The number of samples is even, and large enough that a sample has a neighbour on either side.
 SAMPLES = 4
-# Maps of given inputs are tried at this size first, in pixels. What mixes samples does so there
-# too.
+# Maps of given inputs are tried at this size first, in pixels, which costs less. An operation that
+# mixes samples does so there, too.
 _SIDE = 64
-# The size of a sample's other values, relative to its own. Some are larger and some smaller, as a
-# maximum over the batch may be what mixes samples.
+# The size of a sample's other values, relative to its own values. Some are larger and some smaller,
+# as a maximum over the batch may be what mixes samples.
 _SCALES = (0.5, 1.5, 2.0, 0.7)
 
 
 def trial_batches(example: Example) -> Iterator[Example]:
-    """Yield the batches to try: four samples with small maps, four as they are, the given batch."""
+    """Yield the batches on which a trial is made, one after the other until the network runs.
+
+    They are four samples with small maps, the same samples with their maps as they are, and the
+    given batch itself. The first is left out if no map is larger than that. The last is left out if
+    it has four samples, which were tried then, or a single one.
+    """
     grown = _grown(example)
     small = grown.map(_shrunk)
     pairs = zip(small.tensors(), grown.tensors(), strict=True)
@@ -37,16 +42,16 @@ def trial_batches(example: Example) -> Iterator[Example]:
 
 
 def _shrunk(tensor: Tensor) -> Tensor:
-    """Return maps (N, C, H, W) with sides of 64 at most, and any other tensor as it is."""
+    """Return maps (N, C, H, W) resized to sides of 64 at most, and any other tensor as it is."""
     if tensor.ndim != 4 or not tensor.is_floating_point() or max(tensor.shape[2:]) <= _SIDE:
         return tensor
     return F.interpolate(tensor, [min(side, _SIDE) for side in tensor.shape[2:]])
 
 
 def _grown(example: Example) -> Example:
-    """Return a batch of four samples.
+    """Return a batch of four samples: the example's first four.
 
-    They are the example's first four. If it has fewer, its samples are repeated with other values.
+    If it has fewer samples, they are repeated, and the repeated ones get other values.
     """
     rows = torch.arange(SAMPLES)
     grown = with_rows(example, rows % example.count)
@@ -54,14 +59,15 @@ def _grown(example: Example) -> Example:
 
 
 def with_rows(call: Example, rows: Tensor) -> Example:
-    """Return the call with these samples (N,) of its batch, some perhaps several times.
+    """Return the call with a selection of its samples, in any order, some perhaps several times.
 
     Args:
         call: The call.
-        rows: The number of the old sample at each position of the new batch, (N,).
+        rows: For each position of the new batch, the index of the sample in the old batch, (N,).
     """
     count = call.count
 
+    # A list or tensor without an entry for each sample is no batch. Lists are searched for batches.
     def pick(value: Any) -> Any:
         if isinstance(value, list) and len(value) == count:
             return [value[row] for row in rows.tolist()]
@@ -75,15 +81,19 @@ def with_rows(call: Example, rows: Tensor) -> Example:
 
 
 def _changed_call(call: Example, change: Callable[[Any], Any]) -> Example:
-    """Return the call with `change` applied to each of its tensors and lists."""
+    """Return the call with `change` applied to each of its tensors and lists.
+
+    A list is handed to `change` as a whole.
+    """
     return Example(changed(call.args, change, list), changed(call.kwargs, change, list))
 
 
 def with_other_values(call: Example, rows: Tensor) -> Example:
     """Return the call with other values in some samples.
 
-    A sample's other values are the same whichever samples are changed beside it. Whole numbers
-    (labels, masks) stay as they are where a call has images.
+    The other values of a sample depend on the sample and its index alone, so they are the same
+    whichever other samples are changed. If the call has floating-point tensors, such as images, its
+    whole numbers (labels, masks) stay as they are.
 
     Args:
         call: The call, which is not changed.
@@ -92,28 +102,31 @@ def with_other_values(call: Example, rows: Tensor) -> Example:
     count = call.count
     of_images = any(tensor.is_floating_point() for tensor in call.tensors())
 
-    def others_of(samples: list[Any] | Tensor) -> list[Any]:
+    # All samples of a batch, each with its other values.
+    def all_changed(samples: list[Any] | Tensor) -> list[Any]:
         others = []
         for i, sample in enumerate(samples):
             scale = _SCALES[i % len(_SCALES)]
             others.append(changed(sample, partial(_other_values, scale=scale, of_images=of_images)))
         return others
 
+    # A list or tensor without an entry for each sample is no batch. Lists are searched for batches.
     def change(value: Any) -> Any:
         if isinstance(value, list) and len(value) != count:
             return [changed(entry, change, list) for entry in value]
         if isinstance(value, list):
             samples: list[Any] = []
             for is_changed, sample, other in zip(
-                rows.tolist(), value, others_of(value), strict=True
+                rows.tolist(), value, all_changed(value), strict=True
             ):
                 samples.append(other if is_changed else sample)
             return samples
 
         if not value.ndim or len(value) != count:
             return value
+        # The marks get the shape (N, 1, 1, ...), so that each holds for a whole sample.
         marks = rows.to(value.device).reshape(-1, *[1] * (value.ndim - 1))
-        return torch.where(marks, torch.stack(others_of(value)), value)
+        return torch.where(marks, torch.stack(all_changed(value)), value)
 
     return _changed_call(call, change)
 
@@ -127,13 +140,14 @@ def _other_values(sample: Tensor, *, scale: float, of_images: bool) -> Tensor:
     Args:
         sample: The tensor of one sample.
         scale: The factor of its numbers.
-        of_images: Whether the call has floating-point tensors.
+        of_images: Whether the call has floating-point tensors, such as images.
     """
+    # The seed depends on the sample's size alone, so a sample always gets the same other values.
     generator = torch.Generator().manual_seed(sample.numel())
     if sample.is_floating_point() or sample.is_complex():
         order = torch.randperm(sample.numel(), generator=generator).to(sample.device)
         other = scale * sample.flatten()[order].reshape(sample.shape)
-        # Zeros stay zeros when they are shuffled, so noise takes their place.
+        # If the values are the same again, as zeros are, noise takes their place.
         if torch.equal(other, sample):
             return scale * torch.randn(sample.shape, generator=generator).to(sample)
         return other
@@ -146,18 +160,24 @@ def _other_values(sample: Tensor, *, scale: float, of_images: bool) -> Tensor:
 
 
 def values_of_sample(call: Example, sample: int) -> list[Tensor]:
-    """Return the tensors of one sample of a call."""
+    """Return the tensors that belong to one sample of a call.
+
+    Args:
+        call: The call.
+        sample: The index of the sample in the batch.
+    """
     count = call.count
-    kept: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def collect(value: Any) -> None:
         if isinstance(value, list) and len(value) == count:
-            kept.extend(tensor for _, tensor in named_tensors(value[sample]))
+            tensors.extend(tensor for _, tensor in named_tensors(value[sample]))
         elif isinstance(value, list):
             for entry in value:
                 changed(entry, collect, list)
         elif value.ndim and len(value) == count:
-            kept.append(value[sample])
+            tensors.append(value[sample])
 
+    # Only the visits to tensors and lists are wanted here, not the changed call.
     _changed_call(call, collect)
-    return kept
+    return tensors

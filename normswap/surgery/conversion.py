@@ -61,16 +61,16 @@ class ConvertOptions(TypedDict, total=False):
 
 
 def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanBuilder]:
-    """Plan one step of a conversion.
+    """Plan one step of a conversion, for one scheme.
 
     Args:
-        anatomy: The recorded network before the step.
+        anatomy: The recorded structure of the network before the step (`Network.anatomy`).
         to: The name of a scheme.
         options: The options of the scheme, by their names in Python.
 
     Returns:
-        The step, and the builder that made it. The builder knows what becomes of each norm, and
-        what the user should be told.
+        The step, and the builder that made it. The builder's `outcomes` say what becomes of each
+        norm, and its `notes` are for the user.
 
     Raises:
         OptionError: The scheme or the option is not known.
@@ -83,13 +83,13 @@ def plan_step(anatomy: Anatomy, to: str, **options: object) -> tuple[Step, PlanB
 def plan_steps(
     network: Network, to: str, *, measured: bool = False, **options: object
 ) -> Iterator[tuple[Step, PlanBuilder]]:
-    """Yield the steps that `convert` would take, each with its builder.
+    """Yield the steps that `convert` would take, each with the builder that made it.
 
     Args:
         network: The source.
-        to: The target's name.
+        to: The name of the target scheme.
         measured: Whether there are images to fit values to.
-        options: The options of the target.
+        options: The options of the target scheme.
 
     Raises:
         OptionError: The scheme or an option is not known.
@@ -106,75 +106,86 @@ def plan_steps(
 
 
 def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
-    """Return the step of a scheme with all its options, and its builder.
+    """Return the step of a scheme with all its options, and the builder that made it.
+
+    Args:
+        anatomy: The recorded structure of the network before the step.
+        chosen: The scheme with all its options.
 
     Raises:
         RefusedError: The network cannot be converted, or there is nothing to do.
     """
+    # The scheme sees only the parts of the network that `only` and `skip` leave.
     scheme = chosen.scheme
     limits = patterns(chosen.options)
     restricted = restrict(anatomy, **limits)
     builder: PlanBuilder = scheme.plan(restricted, **chosen.own)
+    # Layers whose replacement would copy memory that is read under another name are refused, too.
     builder.refusals.update(aliasing_conflicts(builder))
 
     if builder.refusals:
         raise RefusedError(
             f"cannot convert to {scheme.name}",
             by_reason(builder.refusals, "the network itself"),
-            _leaving(restricted, chosen, builder),
+            _remedy_by_skipping(restricted, chosen, builder),
         )
 
     if not builder.replacements and not builder.linears and not scheme.may_do_nothing:
-        raise _nothing(restricted, scheme.name, builder)
+        raise _error_of_no_change(restricted, scheme.name, builder)
 
     return Step(scheme.name, {**chosen.own, **limits}, builder.edits(), builder.outcomes), builder
 
 
-def _leaving(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
-    """Return a sentence with the pattern that leaves out the layers that were refused.
+def _remedy_by_skipping(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) -> str:
+    """Return a sentence with a `skip` option that leaves out the layers that were refused.
 
-    It is empty if the rest cannot be converted either.
+    The sentence is empty if the rest of the network cannot be converted either.
 
     Args:
-        anatomy: The anatomy, restricted to the parts that are converted.
+        anatomy: The recorded structure, restricted to the parts that are converted.
         chosen: The scheme with all its options.
         builder: The builder of the step that was refused.
     """
+    # There are two kinds of patterns. The first may name whole parts of the network (`layer3`),
+    # provided that no other norm is inside. They are short, but also leave out the linear layers in
+    # these parts, which norms beside them may need. The second kind names the refused layers alone.
     norms = [norm.path for norm in anatomy.norms if anatomy.takes_part(norm.path)]
-    others = [path for path in norms if path not in builder.refusals]
-    # There are two ways. Patterns of whole parts are short, but also leave out the linear layers in
-    # these parts, which norms beside them may need. Patterns of norms alone leave out nothing else.
-    beside = [path for path in anatomy.traced.modules if path and path not in builder.refusals]
-    patterns_of_parts = naming(builder.refusals, others)
-    patterns_of_norms = naming(builder.refusals, beside)
+    other_norms = [path for path in norms if path not in builder.refusals]
+    patterns_of_parts = naming(builder.refusals, other_norms)
+    other_modules = [
+        path for path in anatomy.traced.modules if path and path not in builder.refusals
+    ]
+    patterns_of_layers = naming(builder.refusals, other_modules)
 
     remedies: list[str] = []
-    for skip in (patterns_of_parts, patterns_of_norms):
+    for skip in (patterns_of_parts, patterns_of_layers):
+        # The scheme may refuse the rest by an error. Then these patterns are no remedy.
         with suppress(NormswapError):
             outside = anatomy.outside | restrict(anatomy, skip=skip).outside
             rest: PlanBuilder = chosen.scheme.plan(replace(anatomy, outside=outside), **chosen.own)
             if rest.refusals or not (rest.replacements or rest.linears):
                 continue
             remedy = f"`{spelled('skip', skip)}` leaves these as they are and converts the rest"
-            # A pattern that changes the outcome of no norm is taken at once.
+            # Patterns with which every norm has the same outcome as before are taken at once.
             if rest.outcomes == builder.outcomes:
                 return remedy
             remedies.append(remedy)
     return next(iter(remedies), "")
 
 
-def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
-    """Return the error of a conversion that would change nothing.
+def _error_of_no_change(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
+    """Return the error to raise for a conversion that would change nothing.
 
     Args:
-        anatomy: The anatomy, restricted to the parts that are converted.
+        anatomy: The recorded structure, restricted to the parts that are converted.
         to: The name of the scheme.
-        builder: The builder of the step, which has no replacements.
+        builder: The builder of the step, which has no edits.
     """
+    # Why: the kinds of the norms, and why each of them stays.
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     kinds = ", ".join(sorted({norm.kind for norm in norms}))
 
-    # A forward may compute a norm of its own that nothing recognizes.
+    # A forward may compute a norm in code of its own, which nobody recognizes.
     why = (
         f"its norms are {kinds}" if kinds else "no norm was recognized among the modules to convert"
     )
@@ -184,7 +195,7 @@ def _nothing(anatomy: Anatomy, to: str, builder: PlanBuilder) -> RefusedError:
         reasons = {path: str(outcome) for path, outcome in builder.outcomes.items()}
         why += f". {by_reason(reasons, 'the network itself')}"
 
-    # The last remedy that applies is given.
+    # Of these remedies the last one that applies is given.
     outcomes = set(builder.outcomes.values())
     remedy = f"The source of `{to}` must have BatchNorm, or scalars of an earlier conversion"
     if outcomes:
@@ -216,7 +227,8 @@ def convert(
     """Convert a network to another normalization scheme, and measure the result against it.
 
     Args:
-        model: The network, its record, or the result of an earlier conversion. It is not changed.
+        model: The network, a `Network` record of it, or the result of an earlier conversion. It is
+            not changed.
         to: The name of a scheme (`normswap schemes` lists them).
         inputs: The network's inputs, on which it is recorded and verified: a tensor, a tuple of
             arguments, a dict of keywords, or a list of batches of these. By default it is N(0, 1)
@@ -230,9 +242,9 @@ def convert(
             the network's arguments are left out. "synthetic" makes 128 images from the statistics
             that the network's BatchNorms keep.
         progress: Called while values are fitted, with the layers done and their total.
-        options: The options of the scheme. `only` and `skip` are patterns of the parts that are
-            converted and that are not (`restrict`). `purpose`, "opacus" or "federated", adds what
-            private or federated training needs.
+        options: The options of the scheme. `only` selects the parts that are converted and `skip`
+            leaves parts out, both by patterns of module paths (`layer3`, `*.bn2`). `purpose`,
+            "opacus" or "federated", adds what private or federated training needs.
 
     Returns:
         The converted network, in the mode, dtype and device of the source, with what was measured.
@@ -275,34 +287,40 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
 
     Args:
         source: The network.
-        to: The target's name.
-        options: The options of the target, and the purpose.
+        to: The name of the target scheme.
+        options: The options of the target scheme, and the purpose.
+
+    Raises:
+        OptionError: There are images, and the only scheme fits nothing to them.
     """
-    steps = scheme_path(source.anatomy, to, options, measured=source.calibrate is not None)
+    path = scheme_path(source.anatomy, to, options, measured=source.calibrate is not None)
     images = source.images
     # Each step that fits values reads the images again, and an iterator gives them only once.
-    if len(steps) > 1 and isinstance(images, Iterator):
+    if len(path) > 1 and isinstance(images, Iterator):
         images = list(images)
     source = source.fitted_to(images, source.progress)
 
     network = source
     conversions: list[Conversion] = []
-    for chosen in steps:
+    for chosen in path:
+        # Each step is planned for the network that the step before it left.
         step, builder = _plan_step(network.anatomy, chosen)
-        if len(steps) == 1 and source.calibrate is not None and not chosen.fits:
+        if len(path) == 1 and source.calibrate is not None and not chosen.fits:
             raise OptionError(
                 f"{chosen.scheme.name} has no use for calibration data", "nothing in it is fitted"
             )
 
         last = carrying_out.carry_out(network, step)
+        # Norms that a forward computes by a function, such as `F.layer_norm`, stay.
         functional = [
-            f"{path or 'the network itself'} keeps its norm: {sentence}"
-            for path, sentence in network.anatomy.functional_norms.items()
+            f"{module_path or 'the network itself'} keeps its norm: {sentence}"
+            for module_path, sentence in network.anatomy.functional_norms.items()
         ]
         notes = (*network.anatomy.traced.remarks, *functional, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
         network = last.network.fitted_to(source.images, source.progress)
 
+    # The note warns if timm's `forward_intermediates` gives other features than the source's.
     whole = joined(source, conversions)
     if whole.report.exact and (note := intermediates.note(source, whole.model)):
         return replace(whole, notes=(*whole.notes, note))
@@ -314,17 +332,19 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
 
     The schemes that the target needs come first, then the target itself, then the purpose:
 
-    - With images (`measured`), norms with statistics per sample first become BatchNorms.
-    - A target with scalars on branches needs the factors of normalizer-free blocks folded first.
-    - For a target that needs BatchNorms, lost ones come back from the statistics that the network
-      carries.
+    - With images (`measured`), norms with statistics per sample (LayerNorm and the like) first
+      become BatchNorms.
+    - If the target puts a scalar at the end of each residual branch, and branches end in a factor
+      of the block's own forward (normalizer-free networks), that factor is folded first.
+    - If the target needs BatchNorms, and an earlier conversion removed them, they are rebuilt from
+      the statistics that the network carries.
     - For `batchnorm` a network that never had norms gets some, if `where` asks for it or there are
       images.
 
     Args:
-        anatomy: The source's anatomy.
-        to: The target's name.
-        options: The options of the target, and the purpose.
+        anatomy: The source's recorded structure.
+        to: The name of the target scheme.
+        options: The options of the target scheme, and the purpose.
         measured: Whether there are images to fit values to.
 
     Raises:
@@ -338,13 +358,14 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     limits = patterns(options)
     anatomy = restrict(anatomy, **limits)
 
+    # Lost norms are those that an earlier conversion removed, and whose statistics are recorded.
     norms = [norm for norm in anatomy.norms if anatomy.takes_part(norm.path)]
     has_batchnorms = any(norm.is_batchnorm for norm in norms)
     has_lost_norms = any(anatomy.takes_part(path) for path in anatomy.provenance.original_paths)
     # Images turn norms with statistics per sample into BatchNorms first. But a target that needs
     # BatchNorms replaces those in the network, and leaves other norms as they are.
-    needs_no_more = has_batchnorms and target.scheme.starts_from == "batchnorm"
-    estimates = measured and not needs_no_more and any(norm.averages for norm in norms)
+    has_what_it_needs = has_batchnorms and target.scheme.starts_from == "batchnorm"
+    estimates = measured and not has_what_it_needs and any(norm.averages for norm in norms)
 
     # The schemes that come before the target, by name.
     before: list[str] = []
@@ -360,18 +381,22 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
 
     # Only the target `batchnorm` has the option `where`. `norms` means: where norms stand or stood.
-    # With any other value, norms with measured statistics are placed, in place of the target's.
+    # With any other value, the scheme `measured-batchnorm` places norms with measured statistics,
+    # and takes the place of the target.
     where = target.options.get("where", "norms")
     never_had_norms = not (has_norms or has_lost_norms)
     if where == "norms" and to == "batchnorm" and measured and never_had_norms:
         where = "activation"
     if where != "norms":
         path = [schemes.chosen("measured-batchnorm", {**limits, "where": where})]
+        # With `ghost_batch`, the target then changes these norms, so that so many samples share
+        # statistics in training.
         if target.options["ghost_batch"]:
             path.append(target)
         return path + after
 
-    # If all BatchNorms are estimated, they are the ones that were asked for.
+    # If `estimate` makes BatchNorms of a network that had none, they are the ones that the target
+    # `batchnorm` asks for.
     path = [schemes.chosen(name, limits) for name in before]
     gets_batchnorms = estimates and to == "batchnorm" and not has_batchnorms
     if not gets_batchnorms or options.get("ghost_batch"):
@@ -410,7 +435,7 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
 
 
 def _checked_like(like: object) -> str | nn.Module:
-    """Return the value of the option `like`.
+    """Return the value of the option `like`, if it is a name or a network.
 
     Raises:
         OptionError: It is neither the name of an architecture nor a network.
@@ -421,7 +446,7 @@ def _checked_like(like: object) -> str | nn.Module:
 
 
 def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
-    """Return several steps as one conversion, proved and measured from end to end.
+    """Join the conversions of several steps to one, proved and measured from end to end.
 
     Args:
         source: The network before the first step, with the images that the steps were fitted to.
@@ -434,6 +459,7 @@ def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
     if len(conversions) == 1:
         return last
 
+    # The plan of the last network has all steps. Those of these conversions are at its end.
     steps = last.plan.steps[-len(conversions) :]
     earlier = source.provenance.plan.steps
     exact = schemes.are_exact(steps)
@@ -450,8 +476,8 @@ def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
     )
     report = replace(report, steps_before=len(earlier))
 
-    # The exact steps lose nothing, so the agreement of a single step that changes the function
-    # holds for all steps. What two such steps keep together is measured anew.
+    # Exact steps lose nothing. So if a single step changes the function, its agreement with its own
+    # source holds for all steps together. The agreement after two such steps is measured anew.
     changing = [conversion.report for conversion in conversions if not conversion.report.exact]
     if len(changing) == 1:
         report = replace(report, kept=changing[0].kept, unmeasured=changing[0].unmeasured)
@@ -468,24 +494,25 @@ def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
     for conversion in conversions:
         outcomes |= conversion.outcomes
         notes += conversion.notes
-        later = dict(conversion.renames)
-        # `pop` takes the renames that go on from an earlier one, and leaves those that are new.
-        renames = {old: later.pop(new, new) for old, new in renames.items()} | later
+        of_step = dict(conversion.renames)
+        # `pop` takes out the renames that go on from an earlier one, and leaves those that are new.
+        renames = {old: of_step.pop(new, new) for old, new in renames.items()} | of_step
 
+    # Tensors that a step has added are left out, as the source has none of that name.
     names_of_source = source.module.state_dict().keys()
-    survived = tuple((old, new) for old, new in renames.items() if old in names_of_source)
+    kept_tensors = tuple((old, new) for old, new in renames.items() if old in names_of_source)
     return Conversion(
         network=last.network,
         report=report,
         outcomes=outcomes,
         notes=tuple(dict.fromkeys(notes)),
-        renames=survived,
+        renames=kept_tensors,
         steps=len(conversions),
     )
 
 
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:
-    """Go back to the source's norms, and prove that the function is kept.
+    """Give a converted network the norms of its source back, and prove that the function is kept.
 
     Args:
         network: The converted network.
@@ -500,7 +527,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     like = options.get("like")
     if like is not None:
         like = _checked_like(like)
-    # An empty `purpose` asks for nothing, so it is no option that is refused.
+    # Any other option is refused, except an empty `purpose`, which asks for nothing.
     others = {
         name for name, value in options.items() if name != "like" and (value or name != "purpose")
     }
@@ -509,17 +536,18 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
             f"{to!r} has no option {', '.join(sorted(others))}", "it takes `like` only"
         )
 
+    # The source is built by its record, or of the class that the user gives.
     def unfolded(converted: Network) -> Network:
         if like is None:
             return unfolding.unfold(converted)
         return unfolding.unfold(converted, likeness.of_class(converted, like))
 
-    # Rounded weights of a stream that was centred for an RMSNorm have a small mean, which float64
-    # would show.
+    # For an RMSNorm the mean is taken out of the weights that write to the residual stream. Rounded
+    # weights keep a small mean, which float64 would show as an error. So it is not compared.
     steps = network.provenance.plan.steps
-    rounded = applying.centres_streams(steps)
+    are_centred = applying.centres_streams(steps)
     precise = None
-    if not rounded:
+    if not are_centred:
         precise = doubles.compare_double(network, lambda: unfolded(network.doubled()).module)
 
     result = unfolded(network)

@@ -1,4 +1,4 @@
-"""After a conversion, the fusing methods of other libraries find nothing left to do.
+"""After a conversion, the methods of other libraries that fuse norms find nothing left to do.
 
 Ultralytics calls `fuse()` before it predicts. Users of timm call `fuse()`, `reparameterize()` or
 `switch_to_deploy()`. These methods read the statistics of norms. They also drop the bias of a
@@ -11,14 +11,15 @@ from torch import nn
 
 from normswap import copying
 
+# The names of such methods.
 _NAMES = ("fuse", "fuse_convs", "reparameterize", "switch_to_deploy")
 
 
 class AlreadyDone:
-    """Replaces a module's method that fuses norms, after the norms are folded. It changes nothing.
+    """Takes the place of a module's method that fuses norms. A call returns the module unchanged.
 
     Args:
-        module: The module, which the method returns.
+        module: The module that has the method.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,7 +36,8 @@ def keep_as_deployed(model: nn.Module, gone: Iterable[str]) -> None:
         model: The network after a step.
         gone: The paths of norms that the step replaced by a layer of another class.
     """
-    # The paths of all modules around these norms. The network itself has an empty path.
+    # The paths of all modules around these norms: "", `a` and `a.b` for a norm at `a.b.bn`. The
+    # network itself has the empty path.
     around: set[str] = set()
     for path in gone:
         parts = path.split(".")
@@ -45,5 +47,6 @@ def keep_as_deployed(model: nn.Module, gone: Iterable[str]) -> None:
     for path in around & modules.keys():
         module = modules[path]
         for name in _NAMES:
+            # An attribute of the module goes before the method of its class.
             if callable(getattr(type(module), name, None)):
                 module.__dict__[name] = AlreadyDone(module)

@@ -1,4 +1,8 @@
-"""Plans that somebody has edited, or made for another network: what an edit may say."""
+"""Checks of plans that somebody has edited by hand, or made for another network.
+
+An edit of a plan names the path of a module, the class of the layer that is placed there, its
+arguments, and the modules (`reads`) whose tensors the layer absorbs.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,22 @@ from normswap.plan import Edit, Outcome, Step
 from normswap.surgery import applying, conversion
 from normswap.surgery.network import Network
 
-# Python has had its own since 3.11.
+# `Unpack` as annotations may have it: Python has its own since 3.11.
 _UNPACKS = (typing_extensions.Unpack, getattr(typing, "Unpack", None))
 # The words (`Outcome.counted`) under which reports count norms that a step does not change.
 _UNTOUCHED = (stays("").counted, KEEPS_STATISTICS.counted, NEVER_CALLED.counted)
-# A number that was planned anew is the same if it differs by less than this share.
+# Two numbers count as the same if they differ by less than this share.
 _SAME = 1e-3
 
 
 def check(step: Step) -> None:
-    """Raise PlanError for an argument that no layer takes, and for edits that do not go together.
+    """Check the arguments of a step's edits, and that edits which need one another are there.
 
     Args:
         step: A step, which may have been edited by hand.
+
+    Raises:
+        PlanError: An argument has a wrong type or is out of range, or an edit lacks its partner.
     """
     by_path = {edit.path: edit for edit in step.edits}
     # The edit that reads a path, by this path.
@@ -53,7 +60,9 @@ def check(step: Step) -> None:
 def _check_arguments(
     edit: Edit, layer: type[PlannedLayer], name: str, args: Mapping[str, object]
 ) -> None:
-    """Raise PlanError for an argument of another type or range than the layer takes.
+    """Raise PlanError if an argument has a type or range that the layer does not take.
+
+    Arguments whose type is not known are not checked.
 
     Args:
         edit: The edit, which the error names.
@@ -74,11 +83,11 @@ def _check_arguments(
 
 @functools.cache
 def _adapters(replacing: Callable[..., object]) -> dict[str, TypeAdapter[Any]]:
-    """Return how each argument of an edit is checked, by the argument's name.
+    """Return pydantic's check of each argument of an edit, by the argument's name.
 
     Args:
         replacing: The function `replacing` of the edit's layer. Its annotations say what each
-            argument may be; one that cannot be read checks nothing.
+            argument may be. An argument whose annotation cannot be read gets no check.
     """
     known = {"Unpack": typing_extensions.Unpack}
     try:
@@ -87,7 +96,8 @@ def _adapters(replacing: Callable[..., object]) -> dict[str, TypeAdapter[Any]]:
     except Exception:
         return {}
 
-    # An edit gives the keyword arguments. A record of keywords (`Unpack`) gives one each field.
+    # The arguments of an edit are keyword arguments: those behind `*`, except `like`, which is no
+    # argument of an edit. For `**options: Unpack[Options]` they are the fields of `Options`.
     for parameter in inspect.signature(replacing).parameters.values():
         hint = hints.pop(parameter.name, None)
         is_argument = parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "like"
@@ -97,6 +107,7 @@ def _adapters(replacing: Callable[..., object]) -> dict[str, TypeAdapter[Any]]:
             (options,) = get_args(hint)
             hints |= get_type_hints(options, localns=known, include_extras=True)
 
+    # `takes` is not in an edit's arguments: it has a field of its own.
     adapters: dict[str, TypeAdapter[Any]] = {}
     config = ConfigDict(strict=True, arbitrary_types_allowed=True)
     for name, hint in hints.items():
@@ -112,9 +123,9 @@ def _adapter(hint: Any, config: ConfigDict) -> TypeAdapter[Any]:
 
     Args:
         hint: The type, as an annotation states it.
-        config: Whether the check is strict, for a type that does not state this itself.
+        config: The configuration of the check. It is not used for a TypedDict.
     """
-    # A record states its own configuration, and is strict by that alone.
+    # pydantic raises an error if it is given a configuration for a TypedDict.
     if typing_extensions.is_typeddict(hint):
         return TypeAdapter(hint)
     return TypeAdapter(hint, config=config)
@@ -123,7 +134,10 @@ def _adapter(hint: Any, config: ConfigDict) -> TypeAdapter[Any]:
 def _check_partner(
     edit: Edit, layer: type[PlannedLayer], partner: Edit | None, by_path: Mapping[str, Edit]
 ) -> None:
-    """Raise PlanError where a norm, or the convolution before it, lost the edit of the other.
+    """Raise PlanError if one of two edits that belong together is gone.
+
+    Some conversions scale a convolution and undo the scale in the norm behind it. Then an edit of
+    the convolution and an edit of the norm only compute the right thing together.
 
     Args:
         edit: The edit of the norm, or of the convolution.
@@ -132,10 +146,11 @@ def _check_partner(
         partner: The edit that reads this edit's path, if there is one.
         by_path: All edits of the step, by path.
     """
-    # A norm with `groups` and no `eps` reads the convolution's output as it is, so the convolution
-    # needs no edit. With `lead`, a layer in front of the norm scales its input instead.
-    scales_input = "eps" in edit.args or "groups" not in edit.args
-    if layer.PARTNER and scales_input and not edit.args.get("lead"):
+    # The edit of a norm. With `groups` and without `eps` the norm reads the convolution's output as
+    # it is, so the convolution needs no edit. With `lead`, a layer in front of the norm scales its
+    # input in place of the convolution.
+    reads_scaled_input = "eps" in edit.args or "groups" not in edit.args
+    if layer.PARTNER and reads_scaled_input and not edit.args.get("lead"):
         if partner is None or partner.layer != layer.PARTNER:
             why = f"no edit places the {layer.PARTNER} convolution before it"
             remedy = "Keep both edits, or give it `lead`: true, which scales its input"
@@ -145,7 +160,7 @@ def _check_partner(
             problem = f"edit of {edit.path} has groups {edit.args.get('groups')}"
             raise PlanError(problem, why, "Give both edits the same groups")
 
-    # The other way round: a convolution that is scaled needs the norm that undoes the scale.
+    # The edit of a convolution that is scaled. Its first `reads` is the norm that undoes the scale.
     undoing = [name for name, other in planned_layers().items() if edit.layer == other.PARTNER]
     if undoing:
         norm = by_path.get(edit.reads[0]) if edit.reads else None
@@ -155,13 +170,15 @@ def _check_partner(
 
 
 def notes(network: Network, step: Step) -> list[str]:
-    """Return a sentence about a step's numbers that differ from those planned for this network.
-
-    The list is empty if no number differs.
+    """Compare a step's numbers with those that would be planned for this network.
 
     Args:
         network: The network that the step is for.
         step: A step from a file.
+
+    Returns:
+        A list with a sentence about the numbers that differ. It is empty if none do, or if the
+        scheme cannot be planned for this network.
     """
     # A plan may name a scheme or layers that this network would not get.
     try:
@@ -185,15 +202,16 @@ def notes(network: Network, step: Step) -> list[str]:
 
 
 def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
-    """Return the outcome of each norm of a network under a step from a file, by path.
+    """Return what a step from a file makes of each norm of a network: its outcome, by the path.
 
-    The file's own record is older than an edit by hand. It counts only for a norm that the edits
-    still name.
+    The file records outcomes (`step.outcomes`), but its edits may have been changed by hand
+    afterwards. So a recorded outcome is taken only if it agrees with the edits.
 
     Args:
         network: The network that the step is for.
         step: A step from a file.
     """
+    # The layer that is placed at a path, and the path of the first edit that reads (absorbs) it.
     layers = {edit.path: edit.layer for edit in step.edits}
     read_by: dict[str, str] = {}
     for edit in step.edits:
@@ -205,7 +223,8 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
         path = norm.path
         is_named = path in layers or path in read_by
         recorded = step.outcomes.get(path)
-        # The plan was made for a part of the network, and this norm is in another part.
+        # If the file records outcomes but none for this norm, the plan was made for a part of the
+        # network, and the norm is in another part.
         if recorded is None and step.outcomes and not is_named:
             continue
         # The record holds if an edit names the norm and the record says that the norm is changed,
@@ -214,8 +233,8 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
             found[path] = recorded
         elif not is_named:
             found[path] = stays("no edit of the plan names it") if norm.called else NEVER_CALLED
-        # If the norm itself gets no layer but the placeholder `Vacant`, it is folded into the layer
-        # that reads it.
+        # If the norm gets no layer, or only the placeholder `Vacant`, which computes nothing, it is
+        # folded into the layer that reads it.
         elif path in read_by and layers.get(path, "Vacant") == "Vacant":
             found[path] = folded_back(read_by[path])
         else:
@@ -224,7 +243,7 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
 
 
 def _differs(value: object, planned: object) -> bool:
-    """Return whether two numbers differ. Other values are not compared.
+    """Return whether two numbers differ. It is false if one of the values is no number.
 
     Args:
         value: The value of the edited plan.

@@ -1,9 +1,10 @@
-"""BatchNorm back in an architecture's own class, for a network without norms.
+"""A network without norms, converted to an architecture that has BatchNorms, by the user's choice.
 
-The weights are loaded by name. Each norm begins as the identity, plus the bias of its convolution
-where that class has none. Then it gets statistics measured on images, and gamma = sqrt(var + eps),
-beta = bias + mean undo them (Ioffe & Szegedy 2015, arXiv:1502.03167, section 3: a norm can be the
-identity). The result needs no layer of normswap's.
+The architecture is built, and the network's weights are copied into it by name. Each BatchNorm
+begins as the identity, plus the bias of its convolution if the architecture has no bias there. Then
+it gets statistics measured on images, and gamma = sqrt(var + eps), beta = bias + mean undo them
+(Ioffe & Szegedy 2015, arXiv:1502.03167, section 3: a norm can be the identity). The result needs no
+layer of normswap's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +38,7 @@ _MEASURED = Outcome("norms measured", "has statistics measured on images")
 def batchnorm_like(
     network: Network, like: str | nn.Module, batches: Iterable[object]
 ) -> Conversion:
-    """Return a network of another class that has BatchNorms, and computes what `network` does.
+    """Return a network of a given class that has BatchNorms, and computes what `network` does.
 
     Args:
         network: A network without norms.
@@ -47,8 +48,8 @@ def batchnorm_like(
 
     Raises:
         SourceError: There is no such architecture, or the images are unusable.
-        RefusedError: The network has norms whose statistics are each sample's, or its weights do
-            not fit the class, or it computes something else with them.
+        RefusedError: The network has norms with statistics per sample (such as LayerNorm), or its
+            weights do not fit the class, or that class computes something else with them.
         VerificationError: A variance is not finite, or too large for its dtype.
     """
     for norm in network.anatomy.norms:
@@ -59,7 +60,8 @@ def batchnorm_like(
 
     module = of_class(network, like)
 
-    # The skeleton is the other class's network, with this one's tensors, inputs and origin.
+    # The skeleton is a network of the given class. It gets the tensors, inputs and origin of
+    # `network`, and the dtype, device and mode.
     module.to(network.device, network.dtype).train(network.module.training)
     skeleton = unfolding.bare(network, module, provenance.of(module).arch)
     if network.inputs is None:
@@ -67,13 +69,15 @@ def batchnorm_like(
     maps = _fill(network, skeleton)
     norms: dict[str, Any] = {path: module.get_submodule(path) for path in maps}
 
-    # While statistics are measured, each norm computes its s x + t already, so that the layers
-    # behind it read what they will read. Then gamma and beta undo the measured statistics.
+    # `maps` has the s x + t that each norm must compute in the end. While statistics are measured,
+    # the norms compute it already, so that the layers behind them read what they will read. Then
+    # gamma and beta are set again, so that they undo the measured statistics.
     _undo_statistics(module, maps)
     measured = channel_moments.measure(module, norms, batches, network.progress)
     measured.store(norms)
     _undo_statistics(module, maps)
 
+    # In float64 the gammas and betas are set again in a float64 copy, so that they are not rounded.
     precise = doubles.compare_double(
         network, lambda: _undo_statistics(skeleton.doubled().module, maps)
     )
@@ -106,7 +110,9 @@ def _undo_statistics(module: nn.Module, maps: Mapping[str, Pair]) -> nn.Module:
 
 
 def of_class(network: Network, like: str | nn.Module) -> nn.Module:
-    """Return a new network of the class that a user gives, which knows how it is built if we do.
+    """Return a new network of the class that a user gives.
+
+    If the class is given by name, the new network's provenance records how it was built.
 
     Args:
         network: The network whose weights will be loaded.
@@ -141,9 +147,10 @@ def _built(network: Network, like: str) -> nn.Module:
 
 
 def _classes(network: Network) -> int:
-    """Return how many classes a network tells apart, or 0 if nothing says it.
+    """Return the number of classes that a network scores, or 0 if it is not known.
 
-    The rows of its classifier's weight say it, or else the argument `num_classes` of its builder.
+    It is the number of rows of the classifier's weight. If no classifier was recognized, it is the
+    argument `num_classes` with which the network was built.
     """
     anatomy = network.anatomy
     arch = provenance.of(network.module).arch
@@ -153,16 +160,19 @@ def _classes(network: Network) -> int:
 
 
 def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
-    """Copy tensors and extra state into the skeleton, and set its norms to mean 0 and variance 1.
+    """Copy a network's tensors into a skeleton, and return what the skeleton's norms must compute.
+
+    Extra state is copied, too. The norms get mean 0 and variance 1.
 
     Args:
         network: The network without norms.
-        skeleton: The network of the other class, which is written to.
+        skeleton: A network of the class that the user gave, which has norms. It is written to.
 
     Returns:
-        The s and t, each (C,), of the map s x + t that each norm must compute, by the norm's path.
-        It is what a layer at that path computes in the network, or 1 and 0 without such a layer. If
-        the convolution before has a bias in the network and none in the skeleton, t takes it up.
+        For each norm of the skeleton, by its path, the s and t, each (C,), of the map s x + t that
+        the norm must compute. If `network` has a layer at that path that scales and shifts
+        channels, they are those of the layer, or else 1 and 0. If the convolution before the norm
+        has a bias in `network` and none in the skeleton, s times that bias is added to t.
 
     Raises:
         RefusedError: The weights do not fit the class, or a norm of the class cannot be the
@@ -177,7 +187,8 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
             _reset(path, norm)
             maps[path] = _map_at(network.module, site)
 
-    # All other tensors are copied by name. A bias that the network lacks is zero.
+    # All other tensors are copied by name. A bias that the network lacks is set to zero. `state` is
+    # the skeleton's state dict, which lacks the buffers that are not saved.
     state = copying.state_tensors(skeleton.module)
     for name, tensor in copying.tensors(skeleton.module).items():
         path, _, leaf = name.rpartition(".")
@@ -187,18 +198,19 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
             tensor.zero_()
         elif name in tensors and tensors[name].shape == tensor.shape:
             tensor.copy_(tensors[name])
-        # A buffer that is not saved is the skeleton's own.
+        # A buffer that is not saved keeps the skeleton's value.
         elif name in state:
             raise RefusedError(_ANOTHER, f"it has no {name} of size {tuple(tensor.shape)}")
     _copy_extra_state(network.module, skeleton.module)
 
-    # The norm takes up the bias of the convolution before it: s (x + bias) + t. Which norm follows
-    # which convolution, the plan of folding says.
+    # If a convolution has a bias that its counterpart in the skeleton lacks, the norm behind it has
+    # to add the bias: s (x + bias) + t. The plan of folding tells which norm is behind which
+    # convolution: the one that the convolution absorbs in the way AFTER.
     for edit in fold_norms(skeleton.anatomy).edits():
-        after = [read for read in edit.absorbed if read[1].way is AbsorbMode.AFTER]
+        norms_behind = [read for read in edit.absorbed if read[1].way is AbsorbMode.AFTER]
         name = f"{edit.path}.bias"
-        if name in tensors and name not in state and len(after) == 1:
-            ((norm_path, absorption),) = after
+        if name in tensors and name not in state and len(norms_behind) == 1:
+            ((norm_path, absorption),) = norms_behind
             scale, shift = maps[norm_path]
             bias = tensors[name].double()
             shift[absorption.channels] += scale[absorption.channels] * bias
@@ -207,7 +219,7 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
 
 
 def _reset(path: str, norm: nn.Module) -> None:
-    """Give a norm the statistics of no images, in place: mean 0 and variance 1.
+    """Set a norm's statistics, in place, to those of a new BatchNorm: mean 0 and variance 1.
 
     Args:
         path: The norm's path, for errors.
@@ -231,9 +243,9 @@ def _reset(path: str, norm: nn.Module) -> None:
 
 
 def _map_at(model: nn.Module, norm: Site) -> Pair:
-    """Return s and t, each (C,), of the map s x + t at the path of a norm to come.
+    """Return s and t, each (C,), of the map s x + t that a network computes at a norm's path.
 
-    If the network has no layer there that computes such a map, they are 1 and 0.
+    If the network has no layer there that scales and shifts channels, they are 1 and 0.
 
     Args:
         model: The network without norms.
@@ -242,6 +254,8 @@ def _map_at(model: nn.Module, norm: Site) -> Pair:
     device = norm.module.get_buffer("running_mean").device
     ones = torch.ones(norm.channels, dtype=torch.float64, device=device)
 
+    # The maps of the layers that run there one after the other make one map: if the first is
+    # s x + t, and the second S x + T, both together are S s x + (S t + T).
     scale = ones
     shift = torch.zeros_like(ones)
     for layer in _layers_at(copying.tree(model).get(norm.path)):
@@ -254,10 +268,12 @@ def _map_at(model: nn.Module, norm: Site) -> Pair:
 
 
 def _layers_at(present: nn.Module | None) -> list[nn.Module]:
-    """Return the layers that run one after the other where a norm is to stand.
+    """Return the layers that run one after the other in a module: those of a `Chain`, in order.
+
+    Any other module is returned as a single layer.
 
     Args:
-        present: The module at the norm's path in the network, or None if there is none.
+        present: The module at a norm's path in the network, or None if there is none.
     """
     if present is None:
         return []
@@ -269,10 +285,13 @@ def _layers_at(present: nn.Module | None) -> list[nn.Module]:
 def _copy_extra_state(source: nn.Module, target: nn.Module) -> None:
     """Copy the extra state of layers to the layers of the same path and class in another network.
 
+    Extra state is what a layer saves by torch's `get_extra_state`.
+
     Args:
         source: The network whose state is read.
         target: The network that is written to.
     """
+    # A class that does not override this method has no extra state.
     without_state = nn.Module.get_extra_state
     source_modules = copying.tree(source)
     for path, module in copying.tree(target).items():

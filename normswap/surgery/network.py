@@ -1,6 +1,6 @@
 """The record of a network: the module, and what `convert` and other functions need to know of it.
 
-Its anatomy, calls and images are computed once, when they are first needed.
+Its recorded structure (anatomy), calls and images are computed once, when they are first needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ returns them.
 """
 
 
-# A batch of so many samples is never cut to its first one.
+# A batch of at most so many samples is never cut to its first sample.
 _SMALL_BATCH = 4
 
 
@@ -46,7 +46,7 @@ class HasModel(Protocol):
 
 
 class _CallsOfBatches:
-    """Batches, a function that returns them, or a single batch, as calls of a network.
+    """Batches as calls of a network. It can be iterated repeatedly if the batches can.
 
     Args:
         calibrate: The batches, the function or the single batch.
@@ -58,7 +58,8 @@ class _CallsOfBatches:
         if callable(calibrate):
             batches = calibrate()
 
-        # A tuple with one entry for each argument of the network is a single batch.
+        # A single batch may be given without a list around it. A tuple with one entry for each
+        # argument of the network is one.
         is_arguments = isinstance(batches, tuple) and len(batches) == len(form.args) > 1
         is_batch = isinstance(batches, Tensor | Mapping | Example)
         if is_arguments or is_batch or not isinstance(batches, Iterable):
@@ -68,7 +69,8 @@ class _CallsOfBatches:
         self.form = form
 
     def __iter__(self) -> Iterator[Example]:
-        # Images that require a gradient are images all the same.
+        # `read` returns the call and the labels, which are not needed here. Images that require a
+        # gradient are detached.
         calls = (self.form.read(batch)[0] for batch in self.batches)
         return (call.map(Tensor.detach) for call in calls)
 
@@ -105,11 +107,13 @@ class Network:
 
     def __post_init__(self) -> None:
         # The caller may give a result that holds a network, such as a Conversion. Then the network
-        # in it is taken.
+        # in it is taken. The record is frozen, so its fields are set by `object.__setattr__`.
         object.__setattr__(self, "module", network_input.require_module(self.module))
         network_input.require_size(self.size)
         network_input.require_seed(self.seed)
 
+        # Without inputs and size, the inputs are random ones of the shapes that the network states.
+        # If it states none, the first batch of images gives the size or the inputs.
         if self.inputs is None and self.size is None:
             object.__setattr__(
                 self, "inputs", network_input.drawn_calls(self.module, seed=self.seed)
@@ -123,11 +127,15 @@ class Network:
             )
 
     def _look_at_images(self) -> None:
-        """Take size or inputs from the first batch of images, for a network that states neither."""
+        """Set `size` or `inputs`, in place, to those of the first batch of images.
+
+        Nothing is set if there are no images, or if looking would use up an iterator.
+        """
         if self.calibrate is None or isinstance(self.calibrate, str | Iterator):
             return
         # Batches that cannot be read raise nothing here. The function that uses them says it.
         with suppress(NormswapError):
+            # Only the first call is looked at. There may be none.
             for call in _CallsOfBatches(self.calibrate, calling.form(self.module)):
                 of_images = call.only_images and not call.listed and call.images.is_floating_point()
                 if of_images:
@@ -147,11 +155,11 @@ class Network:
         calibrate: Batches | str | None = None,
         progress: Progress | None = None,
     ) -> Network:
-        """Return the record of a module, or of a result that holds one.
+        """Return the record of a module, or of a result that holds a module.
 
         Args:
-            model: A module, a result that holds one, or a record. A record is returned with the
-                other arguments that are given in place of its own.
+            model: A module, a result that holds a module, or a record. A record is returned with
+                the fields that are given below in place of its own.
             inputs: The network's inputs, as the record's field of this name.
             size: The size (C, H, W) of one input.
             seed: The seed of all random numbers. By default it is 0, or the record's own.
@@ -184,7 +192,8 @@ class Network:
             return model
 
         network = replace(model, **changes)  # type: ignore[arg-type]
-        # These two change nothing of what is known of the network.
+        # The anatomy and the calls do not depend on these two fields, so those that were computed
+        # are taken over.
         if changes.keys() <= {"calibrate", "progress"}:
             return network._with_findings_of(model)
 
@@ -200,11 +209,12 @@ class Network:
         return replace(self, calibrate=images, progress=progress)._with_findings_of(self)
 
     def _with_findings_of(self, other: Network) -> Network:
-        """Take over what another record of the same module has computed already.
+        """Take over, in place, what another record of the same module has computed already.
 
         Returns:
-            This record, which is changed in place.
+            This record itself.
         """
+        # A `cached_property` is stored in `__dict__`, under its name.
         looked_up = ("anatomy", "calls", "examples", "short_example")
         self.__dict__.update(
             {name: value for name, value in other.__dict__.items() if name in looked_up}
@@ -214,7 +224,8 @@ class Network:
     def after(self, module: nn.Module) -> Network:
         """Return the record of another module that takes the same inputs.
 
-        That is the result of a step, or a copy in float64.
+        The other module is the result of a step, or a copy in float64. Given inputs are cast to its
+        dtype.
         """
         after = Network(module, self.inputs, self.size, self.seed)
         if self.inputs is None or after.dtype == self.dtype:
@@ -231,13 +242,16 @@ class Network:
 
     @cached_property
     def coarsest_dtype(self) -> torch.dtype:
-        """The dtype of its parameters that rounds most. The error of a result is judged by it."""
+        """The dtype among the parameters that rounds most. Errors of a result are judged by it."""
         dtypes = {p.dtype for p in nn.Module.parameters(self.module) if p.is_floating_point()}
         return max(dtypes | {self.dtype}, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def has_double(self) -> bool:
-        """Whether a float64 copy of the network can be made, and would differ from it."""
+        """Whether a float64 copy of the network can be made, and would differ from it.
+
+        No such copy is made of modules of TorchScript.
+        """
         scripted = any(
             isinstance(module, torch.jit.ScriptModule) for module in nn.Module.modules(self.module)
         )
@@ -267,11 +281,15 @@ class Network:
 
     @cached_property
     def _anchor(self) -> Tensor:
+        """A tensor of the network, whose dtype and device count as the network's."""
         return calling.anchor(self.module)
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The anatomy of the network, from a recorded forward.
+        """The recorded structure of the network: its graph, norms, residual blocks and classifier.
+
+        It is recorded on the given inputs, or on noise of `size`, or by default on noise of the
+        network's own size.
 
         Raises:
             TraceError: The network does not run, or cannot be recorded.
@@ -302,7 +320,9 @@ class Network:
 
     @cached_property
     def calls(self) -> list[Example]:
-        """The given inputs as calls, or noise, at two sizes where the network takes two.
+        """The calls on which the network is recorded and compared: the given inputs, or noise.
+
+        Noise has two sizes if the network takes both.
 
         Raises:
             OptionError: There are no images, or they hold NaN.
@@ -315,9 +335,9 @@ class Network:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The calls that a result is proved on.
+        """The calls that a result is proved on: as `calls`, but a single call of noise may do.
 
-        A single call of noise is enough if inputs of every size take the same way through forward.
+        It does if inputs of every size take the same path through forward.
         """
         if self.inputs is not None:
             return self.calls
@@ -329,12 +349,11 @@ class Network:
 
     @cached_property
     def short_example(self) -> Example:
-        """A short call, for runs that need not see a whole batch.
+        """The first call, cut to a single sample where possible, for runs that need not see more.
 
-        A small batch is taken as it is. Of a larger one it is the first sample, if the network
-        takes that alone and gives the same for it. Of noise, which has two samples, it is always
-        the first, even if the network does not run on it. Whoever uses the call then takes the
-        whole batch.
+        Given inputs are cut only if the batch has more than four samples, and the network gives the
+        same outputs for the first sample alone. Noise is always cut, so the network may not run on
+        this call. The caller then takes the whole batch, `examples[0]`.
         """
         example = self.examples[0]
         if self.inputs is None:
@@ -363,7 +382,7 @@ class Network:
 
     @property
     def described(self) -> str:
-        """How reports call the inputs."""
+        """The words by which reports name the inputs."""
         if isinstance(self.inputs, DrawnCalls):
             return f"random inputs of the stated shapes, seed {self.seed}"
         if self.inputs is not None:
@@ -372,12 +391,13 @@ class Network:
 
 
 def calls_of(images: Batches, network: Network) -> Iterable[Example]:
-    """Return images as calls of a network. They can be iterated repeatedly if the images can.
+    """Return images as calls of a network. The calls can be iterated repeatedly if the images can.
 
     Args:
         images: Batches, a function that returns them, or a single batch.
         network: The network that the calls are for.
     """
+    # An iterator can be read only once, so its calls are an iterator, too.
     calls = _CallsOfBatches(images, network.form)
     if isinstance(calls.batches, Iterator):
         return iter(calls)

@@ -1,7 +1,8 @@
 """Recalibrate: the same network with statistics of other images, as one more step of its plan.
 
-BatchNorms get statistics measured on the images. Without BatchNorms, the layers' outputs get the
-means and variances that they have in another network, the one before the change.
+BatchNorms get statistics measured on the images. If the network has no BatchNorms and was changed
+(pruned, rounded, averaged), its layers' outputs get back the means and variances that they had
+before the change.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,9 +41,9 @@ def recalibrate(
     Broken statistics (NaN, a variance below zero) are replaced, too.
 
     Args:
-        model: The network, or its record. It is not changed.
+        model: The network, or a `Network` record of it. It is not changed.
         batches: Batches, or a function that gives them. A batch is images (N, C, H, W), (images,
-            labels), or inputs as `inputs` has them. Batches count by their numbers of images.
+            labels), or inputs as `inputs` has them. A batch is weighted by its number of images.
         against: For a network without BatchNorm, the network before it was pruned, rounded or
             averaged, or all the networks whose average it is. The output of each layer gets back
             the mean and variance per channel that it has there (`restoring`). BatchNorms of these
@@ -52,11 +53,12 @@ def recalibrate(
         input_size: The size (C, H, W) of the noise.
         progress: Called after each batch with the batches done and their total. With `against` it
             is called after each layer.
-        record: Values about the data that the plan records: `data`, `samples` and `batch_size`.
-            With `against`, `means_only` gives back the means alone, by changing biases.
+        record: Facts about the data that are written to the plan: `data`, `samples` and
+            `batch_size`. One more keyword, `means_only`, is an option: with `against`, only the
+            means are given back, by changing biases.
 
     Returns:
-        The network, with how far its outputs are from those before.
+        The network, with a report of how far its outputs are from those before.
 
     Raises:
         RefusedError: There is no BatchNorm with running statistics and no `against`, or there are
@@ -72,6 +74,7 @@ def recalibrate(
     network = Network.of(
         model, inputs=inputs, size=input_size, calibrate=batches, progress=progress
     )
+    # With references, moments of layers are restored. Otherwise statistics of norms are measured.
     references = (against,) if isinstance(against, nn.Module) else tuple(against)
     if references:
         return _restored(network, references, means_only, record)
@@ -83,7 +86,7 @@ def recalibrate(
         )
         raise RefusedError("the network has no BatchNorm with running statistics", remedy=remedy)
 
-    # Norms that cannot be measured are refused before any work.
+    # This call raises an error if a norm cannot be measured, before any work is done.
     norms_of(network.module)
     conversion = carry_out(network, Step("recalibrate", record, ()))
     if not broken:
@@ -103,7 +106,8 @@ class ChangedAnswers:
 
     Args:
         count: The number of images.
-        changed: The share of images whose class changes. None if the network scores no classes.
+        changed: The share of images whose class changes. None if the outputs are not scores of
+            classes.
         relative_l2: The distance |after - before| / |before| of its outputs.
     """
 
@@ -130,9 +134,11 @@ def changed_answers(
         calls: Batches of its inputs.
 
     Returns:
-        The change, or None if the answers before are not finite, or no output has a row of
-        floating-point numbers for each input.
+        The change, or None if the outputs of `before` are not finite, or none of them is a
+        floating-point tensor with a row for each image.
     """
+    # Sums over the batches: images, changed classes, and the squares of |after - before| and of
+    # |before|.
     count = 0
     changed = 0
     distance = 0.0
@@ -149,7 +155,8 @@ def changed_answers(
             distance += float((new - old).square().sum())
             size += float(old.square().sum())
 
-        # The share of changed classes is known only if every batch gives scores (N, classes).
+        # The share of changed classes is known only if every batch has one output of scores
+        # (N, classes).
         scores_classes &= len(old_outputs) == 1 and old_outputs[0].ndim == 2
         scores_classes &= old_outputs[0].shape[-1] > 1
         if scores_classes:
@@ -162,11 +169,13 @@ def changed_answers(
 
 
 def _outputs(model: nn.Module, call: Example) -> list[Tensor]:
-    """Return the floating-point outputs with a row for each input, in float64 on the CPU.
+    """Return the floating-point outputs that have a row for each sample, in float64 on the CPU.
+
+    The network is run in eval mode, and keeps its own mode afterwards. Other outputs are left out.
 
     Args:
-        model: The network, which runs in eval mode.
-        call: A batch of its inputs.
+        model: The network.
+        call: A batch of samples.
     """
     with undisturbed(model):
         named = named_tensors(call.call_on_copies(model))
@@ -185,13 +194,15 @@ def _keeps_statistics(model: nn.Module) -> bool:
 def _restored(
     network: Network, references: Sequence[nn.Module], means_only: bool, record: Body
 ) -> Conversion:
-    """Give each layer's output the mean and variance per channel that it has in other networks.
+    """Return a copy whose layers' outputs have the moments that they have in reference networks.
+
+    Moments are the mean and variance per channel of a layer's output.
 
     Args:
-        network: A network without BatchNorm, with the images.
+        network: A changed network without BatchNorm, with the images to measure on.
         references: The network before the change, or all the networks whose average it is.
-        means_only: Whether only means are given back, by changing biases.
-        record: Values about the data that the plan records.
+        means_only: Whether only means are restored, by changing biases.
+        record: Facts about the data that are written to the plan.
 
     Raises:
         RefusedError: The network keeps running statistics of its own.
@@ -200,10 +211,12 @@ def _restored(
         remedy = f"Leave out '{spelled('against')}': its BatchNorms get those of the images"
         raise RefusedError("the network keeps statistics of its own", remedy=remedy)
 
+    # The network has no norms, so its layers correspond to those of references without norms.
     bare = tuple(_without_norms(reference, network) for reference in references)
     images = network.images
     assert images is not None
 
+    # The step has no edits: it changes values alone, which no plan records.
     step = Step("recalibrate", {**record, "against": len(bare), "scales": not means_only}, ())
     result = applied(network, step)
     calls = calls_of(images, network)
@@ -217,11 +230,11 @@ def _restored(
 
 
 def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
-    """Return a network with its BatchNorms folded, or itself if it has none.
+    """Return a network with its BatchNorms folded, or the network itself if it has none.
 
     Args:
         reference: The network.
-        like: The record of the network that it is compared with, whose inputs it takes.
+        like: The record of the network that is recalibrated. Its inputs are used for folding, too.
     """
     if not any(site.is_batchnorm for site in sites_of(reference)):
         return reference
@@ -234,7 +247,7 @@ def _without_broken_statistics(model: nn.Module | Network) -> tuple[nn.Module | 
 
     Returns:
         The copy, and the paths of the norms whose statistics were broken. If there are none, or
-        `model` is a record, then `model` itself.
+        `model` is a `Network` record, then `model` itself and an empty list.
     """
     if not isinstance(model, nn.Module):
         return model, []

@@ -27,7 +27,9 @@ from normswap.surgery.network import Network
 
 
 def recorded(result: nn.Module, directory: Path) -> str:
-    """Return the MODEL that a converted network was made from, as its record has it.
+    """Return the name, hub id or path of the network that a result was converted from.
+
+    It is the argument MODEL of the conversion, as the result's provenance has recorded it.
 
     Args:
         result: The converted network.
@@ -46,9 +48,9 @@ def recorded(result: nn.Module, directory: Path) -> str:
 
 
 def how(result: nn.Module) -> Body:
-    """Return keyword arguments of `checkpoint.open_model` with which to open a result's source.
+    """Return the keyword arguments of `checkpoint.open_model` that open a result's source.
 
-    They are taken from the result's record. Without a recorded architecture there are none.
+    They are taken from the result's provenance. If it has no architecture, the dict is empty.
     """
     record = provenance.of(result)
     if record.arch is None:
@@ -75,16 +77,16 @@ def unchanged(source: nn.Module, result: nn.Module) -> bool | None:
         result: The converted network.
 
     Returns:
-        Whether the hashes of both agree, or None if no hash was recorded.
+        Whether the source's hash is the one that was recorded, or None if none was recorded.
     """
-    hashed = provenance.of(result).sha256
-    if hashed is None:
+    recorded_hash = provenance.of(result).sha256
+    if recorded_hash is None:
         return None
-    return provenance.of(source).sha256 == hashed
+    return provenance.of(source).sha256 == recorded_hash
 
 
 def again(source: Network, result: nn.Module) -> Report:
-    """Compare a loaded result with its source.
+    """Compare a loaded result with its source, and return the report.
 
     Args:
         source: The source.
@@ -112,18 +114,18 @@ def decided_by_plan(
     """Compare source and result again, in float64, if they did not pass in their own precision.
 
     In float32 rounding may look like a mistake, as when it decides which boxes are chosen. The
-    result's own weights cannot be compared in float64, which would show that they are rounded. So
-    the plan is applied to the source in float64, and the network that this gives is compared. It
-    says something about the result only if the plan, applied in the source's precision, gives the
+    result's own weights cannot be compared in float64, as they are rounded to float32. So the plan
+    is applied to the source in float64, and the source is compared with that network. This says
+    something about the result only if the plan, applied in the source's precision, gives the
     result's tensors to the bit.
 
     Args:
         source: The source.
         result: The converted network, which records its plan.
-        report: The comparison in the network's own precision. It is returned where it passed, or
+        report: The comparison in the network's own precision. It is returned if it passed, or if
             the result is not what its plan makes.
-        claims: What the result claims inside.
-        traced: Whether blocks are compared, too.
+        claims: At which residual blocks the result claims to have the source's values.
+        traced: Whether the values at residual blocks are compared, too.
     """
     steps = provenance.of(result).plan.steps
     is_exact = report.exact and schemes.are_exact(steps)
@@ -141,8 +143,8 @@ def decided_by_plan(
 def _is_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
     """Whether a result has the layers and, to the bit, the tensors that its plan makes of a source.
 
-    Layers are compared by what they print of themselves, such as their eps. It is false where
-    values were fitted, which no plan records, and where the plan does not fit.
+    Layers are compared by their `repr`, which shows settings such as eps. The answer is no if
+    values were fitted to images, which no plan records, or if the plan does not fit the source.
 
     Args:
         source: The source.
@@ -153,27 +155,32 @@ def _is_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
     except NormswapError:
         return False
 
+    # A hook may change what a layer computes, and no plan makes hooks.
     if repr(planned) != repr(result) or any(map(_has_hooks, nn.Module.modules(result))):
         return False
     expected = planned.state_dict()
-    held = result.state_dict()
-    if expected.keys() != held.keys():
+    actual = result.state_dict()
+    if expected.keys() != actual.keys():
         return False
     for name, value in expected.items():
-        is_tensor = isinstance(value, Tensor) and isinstance(held[name], Tensor)
-        if is_tensor and not torch.equal(value, held[name].to(value.device)):
+        # A state dict may also have extra state, which is no tensor and is not compared.
+        is_tensor = isinstance(value, Tensor) and isinstance(actual[name], Tensor)
+        if is_tensor and not torch.equal(value, actual[name].to(value.device)):
             return False
     return True
 
 
 def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that run before or after its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def first_converted_layer_apart(
     source: Network, result: nn.Module, report: Report
 ) -> Departure | None:
-    """Return the first layer of a result that differs from the source with the plan applied to it.
+    """Apply a result's plan to the source again, and return the first layer that differs.
+
+    The network that this gives is compared with the result, layer by layer.
 
     Args:
         source: The source.
@@ -181,12 +188,14 @@ def first_converted_layer_apart(
         report: The comparison of both.
 
     Returns:
-        The layer. None where the report passed, where values were fitted, which no plan records,
-        and where the plan does not fit the source.
+        The layer. None if the report passed, if the result is not exact, if the plan does not fit
+        the source, if a forward cannot be recorded, or if no layer differs.
     """
     if report.passed or not report.exact:
         return None
 
+    # Recording the result's forward hands out the value of each of its operations. They are copied,
+    # as a later operation may write into them.
     example = source.examples[0]
     values: list[object] = []
     allowed = report.tolerance[report.worst.precision]
@@ -203,16 +212,19 @@ def first_converted_layer_apart(
 def on_images(
     source: Network, result: nn.Module, loader: Loader, progress: Progress | None = None
 ) -> Body:
-    """Return the top-1 of both networks, in percent, and the fraction of equal answers.
-
-    Where there are no labels or classes, the relative L2 takes their place.
+    """Compare both networks on images: by labels if there are any, or else by their outputs alone.
 
     Args:
         source: The source.
         result: The converted network.
         loader: Batches of images and labels. The label -1 says that there is none.
-        progress: Called with the number of images done and their total. Where there are labels all
-            images are counted twice.
+        progress: Called with the number of images done and their total. With labels all images are
+            counted twice, once for each network.
+
+    Returns:
+        With labels, the top-1 of both networks in percent ("source", "result"), the fraction of
+        images with the same prediction ("agreement") and the number of images ("count"). Without
+        labels, or for a network without classes, the fields of `held_out.Kept`.
 
     Raises:
         SourceError: There are no images, or the labels are no classes of the networks.
@@ -238,7 +250,7 @@ def on_images(
 
 
 def labels_are_missing(loader: Loader) -> bool:
-    """Whether samples of the first batch have no label: -1."""
+    """Whether a sample of the first batch has the label -1, which stands for no label."""
     for batch in itertools.islice(loader, 1):
         labels = batch["labels"] if isinstance(batch, dict) else batch[1]
         return bool((labels < 0).any())

@@ -1,9 +1,10 @@
 """Unfold: back to the source's BatchNorm, from the norms that a checkpoint keeps.
 
-The converted network is first brought to its canonical form C. The bare source architecture, with
-its old norms, has the same canonical form: W_C = s W, b_C = s b + t. So W = W_C / s, and beta takes
-up the change of b_C by fine-tuning. A channel with s = 0 keeps the value t and gets fresh weights,
-which are multiplied by 0 and can learn.
+The canonical form of a network is what it becomes if all its norms and scalars are folded into
+their neighbours. The converted network is first brought to its canonical form C. The bare source
+architecture (the skeleton), with its old norms s x + t, has the same canonical form: W_C = s W,
+b_C = s b + t. So W = W_C / s, and beta takes up the change of b_C by fine-tuning. A channel with
+s = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -34,11 +35,12 @@ def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
 
     Args:
         network: The converted network.
-        skeleton: A network of the source's class, which is written to. By default it is built, if
-            somebody knows how.
+        skeleton: A network of the source's class, which is written to and becomes the result. By
+            default it is built as the network's provenance says.
 
     Raises:
-        RefusedError: The network was not converted, or the source cannot express its changes.
+        RefusedError: The network was not converted, nothing says how its source is built, or the
+            source cannot compute what the network has learned.
     """
     record = network.provenance
     if not record.plan.steps:
@@ -55,23 +57,28 @@ def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
     if skeleton is None:
         skeleton = _built(network.module)
 
-    # The bare source gets the tensors that are still there under their old names.
+    # `state` has the tensors of the bare source, which are written to. They get the network's dtype
+    # and device.
     skeleton.to(next(nn.Module.parameters(network.module)))
     source = bare(network, skeleton, provenance.of(skeleton).arch)
     canonical = _canonical(network)
     state = copying.tensors(source.module)
     tensors = _tensors(canonical)
     _check_shapes(state, {**record.norms, **tensors})
-    _leave_out(source.module, tensors.keys() | record.norms.keys())
+
+    # Three sources of tensors, the later ones over the earlier: the canonical form, the recorded
+    # tensors of the norms that were replaced, and the norms that are still in the network. The
+    # record comes after the canonical form, which may have a `bias` of a ChannelBias where the norm
+    # had its own.
+    _reset_norms_without_tensors(source.module, tensors.keys() | record.norms.keys())
     _copy(state, tensors)
-    # The norms come second: a ChannelBias has a `bias` where its norm had one.
     _copy(state, record.norms)
     _copy(state, _tensors(network.module, _is_affine_norm))
 
-    # Folding the source would give the canonical form. Each edit of that plan is inverted.
+    # Now folding the source would give the canonical form as it was before training. Each edit of
+    # that plan is inverted, so that folding gives the present canonical form.
     builder = fold_norms(source.anatomy)
     modules = builder.anatomy.traced.modules
-
     converted = _by_old_path(canonical)
     for edit in builder.edits():
         if edit.path not in converted:
@@ -84,7 +91,7 @@ def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
 
 
 def _built(model: nn.Module) -> nn.Module:
-    """Return the network that `model` was converted from, as it is made.
+    """Build the architecture that `model` was converted from, as its builder makes it.
 
     Raises:
         RefusedError: Nothing says how it is built.
@@ -97,13 +104,15 @@ def _built(model: nn.Module) -> nn.Module:
 
 
 def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
-    """Return a `Network` of another module, with the inputs and the origin of this network.
+    """Return a `Network` of another module, with the inputs and the origin of a given network.
 
     Args:
-        network: The network.
-        module: The other module, which provenance is attached to.
+        network: The network whose inputs and origin are taken.
+        module: The other module. Provenance is attached to it in place, without a plan, as it is
+            not converted.
         arch: How the other module is built, if known.
     """
+    # timm's records of the images and classes.
     attributes = network.module.__dict__
     record = network.provenance
     module.__dict__.update(
@@ -114,11 +123,14 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
 
 
 def architecture(model: nn.Module) -> Arch | None:
-    """Return how to build the network that `model` was converted from, or None if unknown."""
+    """Return how to build the network that `model` was converted from, or None if unknown.
+
+    If the record does not say it, known architectures are tried.
+    """
     record = provenance.of(model)
     if record.arch:
         return record.arch
-    # A network without a record is identified by what the plan makes of a bare skeleton.
+    # `identify` compares the model with each architecture after the plan is applied to it.
     return zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan.steps))
 
 
@@ -126,7 +138,8 @@ def _canonical(network: Network) -> nn.Module:
     """Return the network's canonical form: its norms and scalars are folded into their neighbours.
 
     Raises:
-        RefusedError: It has no canonical form that the source shares.
+        RefusedError: The source cannot have the same canonical form. For instance, the network has
+            a norm with statistics per sample where the source had a BatchNorm.
     """
     builder = fold_norms(network.anatomy)
     anatomy = network.anatomy
@@ -145,7 +158,8 @@ def _canonical(network: Network) -> nn.Module:
             )
             raise RefusedError(f"cannot unfold {path}", why, "Keep the network as it is")
 
-    # The first path that cannot be folded is named. A scalar that stays cannot either.
+    # The error names the first module that cannot be folded. A scalar that the plan leaves in place
+    # is such a module, too.
     scalars = [path for path, module in anatomy.traced.modules.items() if scales_branch(module)]
     staying_scalars = [path for path in scalars if path not in builder.replacements]
     for path in (*builder.refusals, *staying_scalars):
@@ -158,7 +172,8 @@ def _canonical(network: Network) -> nn.Module:
 def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a converted network by the paths that they have in the source.
 
-    A layer that stays inside a `Holder` is at `PATH.inner`, and was at `PATH`.
+    A `Holder` is a layer of normswap that is put around a layer of the source. The source's layer
+    is then at `PATH.inner`, and was at `PATH`. The holders themselves are left out.
     """
     holders = [
         path for path, module in nn.Module.named_modules(model) if isinstance(module, Holder)
@@ -166,7 +181,8 @@ def _by_old_path(model: nn.Module) -> dict[str, nn.Module]:
     modules = {}
     for path, module in nn.Module.named_modules(model):
         old_path = path
-        # Inner holders come last in the list, and their `inner` is taken out first.
+        # A holder in another one comes later in the list. Its `inner` is taken out of the path
+        # first, while the path before it is still that of the converted network.
         for holder in reversed(holders):
             inside = f"{holder}.inner"
             if old_path == inside or old_path.startswith(f"{inside}."):
@@ -183,8 +199,8 @@ def _tensors(
 
     Args:
         model: The converted network.
-        among: A function that tells of a module whether its tensors are returned. By default those
-            of every module are.
+        among: A function of a module that tells whether its tensors are returned. By default the
+            tensors of all modules are.
     """
     tensors = {}
     for path, module in _by_old_path(model).items():
@@ -203,7 +219,7 @@ def _is_affine_norm(module: nn.Module) -> bool:
 
 
 def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """Write tensors into those of `state` that have the same name and shape."""
+    """Write tensors, in place, into those of `state` that have the same name and shape."""
     for name, tensor in tensors.items():
         if name in state and state[name].shape == tensor.shape:
             state[name].copy_(tensor)
@@ -214,7 +230,8 @@ def _check_shapes(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) ->
 
     Args:
         state: The source's tensors, by name.
-        tensors: The converted network's, in its canonical form, and its source's norms.
+        tensors: The tensors of the converted network's canonical form, and the recorded tensors of
+            the source's norms, by name.
 
     Raises:
         RefusedError: A tensor has another shape in the source.
@@ -225,12 +242,14 @@ def _check_shapes(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) ->
             raise RefusedError("cannot unfold: the class given is not the source's", why)
 
 
-def _leave_out(source: nn.Module, names: Collection[str]) -> None:
-    """Make LayerNorms and LayerScales the identity, in place, where their tensors are gone.
+def _reset_norms_without_tensors(source: nn.Module, names: Collection[str]) -> None:
+    """Set gamma 1 and beta 0, in place, in LayerNorms and LayerScales whose tensors are gone.
+
+    They were folded into another layer, and nothing has recorded their tensors.
 
     Args:
         source: The bare source.
-        names: The names of the tensors that are still there.
+        names: The names of the tensors that are known.
     """
     for path, module in nn.Module.named_modules(source):
         site = site_of(module)
@@ -247,15 +266,15 @@ def _check_biases(
 
     Args:
         state: The source's tensors, by name.
-        tensors: The converted network's, in its canonical form.
-        inverted: The paths of the layers whose bias a norm of the source takes up.
+        tensors: The tensors of the converted network's canonical form, by name.
+        inverted: The paths of the layers whose bias goes into the beta of a norm of the source.
 
     Raises:
         RefusedError: A layer has learned a bias, and its layer in the source has none.
     """
     for name, tensor in tensors.items():
-        path, _, kind = name.rpartition(".")
-        has_no_place = kind == "bias" and f"{path}.weight" in state and name not in state
+        path, _, own_name = name.rpartition(".")
+        has_no_place = own_name == "bias" and f"{path}.weight" in state and name not in state
         if has_no_place and path not in inverted and tensor.any():
             raise RefusedError(
                 f"cannot unfold {name}", "it was learned, and no norm of the source can hold it"
@@ -263,10 +282,10 @@ def _check_biases(
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:
-    """Set the source's tensors at an edit's path so that the edit would give the present layer.
+    """Set tensors of the source, in place, so that an edit of it would give the present layer.
 
     Args:
-        edit: An edit that folds the source.
+        edit: An edit that folds norms of the source into the layer at its path.
         modules: The source's modules, by path.
         now: The layer at the edit's path in the converted network, after its norms are folded.
 
@@ -276,5 +295,5 @@ def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> Non
     reads = tuple(modules[path] for path in edit.reads)
     try:
         applying.layer_of(edit).invert(modules[edit.path], now, reads, **edit.arguments)
-    except RefusedError as why:
-        raise RefusedError(f"cannot unfold {edit.path}", why.why) from None
+    except RefusedError as refused:
+        raise RefusedError(f"cannot unfold {edit.path}", refused.why) from None

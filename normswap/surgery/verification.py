@@ -24,7 +24,7 @@ def verify(
     """Measure how far `result` is from `source`, in their own precision. Neither is changed.
 
     Args:
-        source: The network that `result` is compared with, or its record.
+        source: The network that `result` is compared with, or a `Network` record of it.
         result: The network that is measured.
         inputs: The inputs that both run on: a tensor, a tuple of arguments, a dict of keywords, or
             a list of batches of these. By default they are N(0, 1) noise.
@@ -34,7 +34,7 @@ def verify(
         seed: The seed of the noise.
 
     Returns:
-        The distances by precision and input size, what is allowed, and whether that is kept.
+        The errors by precision and input size, the errors that are allowed, and the verdict.
     """
     network = Network.of(source, inputs=inputs, size=input_size, seed=seed)
     module = network_input.require_module(result)
