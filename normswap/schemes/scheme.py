@@ -127,7 +127,7 @@ class Option:
             except ValueError:
                 return False
         # In Python True and False are instances of int.
-        wanted_types = int if self.kind is int else int | float
+        wanted_types: tuple[type, ...] = (int,) if self.kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted_types):
             return False
         return math.isfinite(value) and (self.range is None or value in self.range)
