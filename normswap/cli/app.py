@@ -90,7 +90,7 @@ class Command(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Clicks, formatter: Clicks) -> None:
-        """Write --help, without the options that do not belong to what the words ask for."""
+        """Write --help, without the options that `left_out` names for the words that were typed."""
         names = set() if self.left_out is None else self.left_out(self._words)
         options: Clicks = [option for option in self.params if option.name in names]
         for option in options:
@@ -225,7 +225,9 @@ def _escaped(hint: object, panel: str | None = None) -> object:
 
 
 def _completion(metavar: str) -> Callable[[str], list[str]] | None:
-    """Return the function by which a shell completes an option's value, or None.
+    """Return the function by which a shell completes an option's value.
+
+    The result is None if the placeholder lists no words that could be completed.
 
     Args:
         metavar: The option's placeholder. `fit|keep` has two words; words in capitals stand for

@@ -352,7 +352,9 @@ def _print_edits(edits: Iterable[Body]) -> None:
 
 
 def verdict(report: Body, *, can_fit: bool = False) -> str:
-    """Return the sentence that says how much of its source a network keeps.
+    """Return the sentence that says how well a network agrees with its source.
+
+    It begins with PROVED, NOT PROVED, WRONG, MEASURED or `not known`.
 
     Args:
         report: The report of a conversion or comparison.
@@ -418,7 +420,10 @@ def print_proof(report: Body) -> None:
 
 
 def same_answers(figures: Body) -> str:
-    """Return in words how many answers of an exported file equal its network's answers."""
+    """Return in words how many answers of an exported file equal its network's answers.
+
+    The text is empty if that was not counted.
+    """
     if figures["agreement"] is None:
         return ""
 
@@ -430,7 +435,7 @@ def same_answers(figures: Body) -> str:
 
 
 def top1_change(figures: Body) -> str:
-    """Return top-1 of a network and of its exported file, if images have labels."""
+    """Return top-1 of a network and of its exported file, in words. Empty without labels."""
     if figures["top1"] is None:
         return ""
 

@@ -65,11 +65,12 @@ def diagnose(
 
     Args:
         model: The network.
-        inputs: The network's inputs, as in `convert`.
+        inputs: The network's inputs, on which it is recorded: a tensor, a tuple of arguments, a
+            dict of keywords, or a list of batches of these. By default it is N(0, 1) noise.
         images: Batches of the network's inputs, such as images (N, C, H, W) or (images, labels).
             They serve the checks of how the statistics fit them. At most 512 images are looked at.
-        name: The name of the network in the commands.
-        data: The name of the images in the commands.
+        name: The name of the network in the commands that are proposed.
+        data: The name of the images in the commands that are proposed.
 
     Returns:
         The faults. There are none if nothing is wrong.

@@ -80,7 +80,7 @@ class Diagnosis:
 
     Args:
         faults: The faults. A cause stands before what follows from it.
-        norms: How many norms with population statistics were looked at.
+        norms: How many BatchNorms were looked at.
         notes: Sentences on parts that could not be looked at, and why.
     """
 
@@ -91,7 +91,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, eq=False)
 class StoredNorm:
-    """A norm with population statistics, as the network stores it.
+    """A BatchNorm, as the network stores it.
 
     Args:
         path: The path of the norm.
@@ -140,10 +140,9 @@ class Case:
     Args:
         network: The network.
         anatomy: Its recorded graph, or None if its forward cannot be recorded.
-        sites: Its norms with population statistics, in the order of the forward pass as far as that
-            is known.
-        name: The name of the network in the commands.
-        data: The name of the images in the commands.
+        sites: Its BatchNorms, in the order of the forward pass as far as that is known.
+        name: The name of the network in the commands that are proposed.
+        data: The name of the images in the commands that are proposed.
         images: The images for the checks that need some, or None.
     """
 

@@ -114,7 +114,10 @@ def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair])
 
 
 def _keeps_moments(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a node passes its input on, or is an average, which keeps the mean."""
+    """Whether a node's output has its input's mean: it passes it on, or is an average pool.
+
+    The variance is taken as the input's, too.
+    """
     is_copy = node.target in ("contiguous", operator.pos)
     return is_identity(module) or is_copy or keeps_forward(module, _POOLS)
 
@@ -144,7 +147,8 @@ def _activated(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
 def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair | None:
     """Return mean and variance of W x + b, or None if the layer may compute something else.
 
-    That is so if its class overrides torch's forward, or if it takes another number of channels.
+    That is so for a transposed convolution, for a class with a forward of its own, and if the layer
+    takes another number of channels.
 
     Args:
         module: The layer.

@@ -88,7 +88,7 @@ class Subject:
         return record
 
     def teacher(self, distill: Distill) -> nn.Module:
-        """Return the teacher.
+        """Return the network that teaches, for distillation.
 
         The teacher is the MODEL that the recipe names, or else this network before its conversion.
         If the network was never converted, the teacher is a copy of it.
@@ -196,10 +196,11 @@ def converted(
 
 
 def read_slurm() -> None:
-    """Set torchrun's variables from SLURM's, if srun has started this process.
+    """Set the environment variables that torchrun sets (RANK ...) from those of SLURM.
 
-    A process was started by srun if SLURM_STEP_ID is set. SLURM_NTASKS is no such sign: it is also
-    set in a batch script, which is a single process.
+    Nothing is done if RANK is set already, or if srun has not started several processes. A process
+    was started by srun if SLURM_STEP_ID is set. SLURM_NTASKS is no such sign: it is also set in a
+    batch script, which is a single process.
 
     Raises:
         OptionError: The address where the processes meet is not set.
@@ -245,11 +246,11 @@ def meet(backend: str) -> None:
 
 
 def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
-    """Let the first process read something from its disk, and return it in all of them.
+    """Let the first process read something from its disk, and return it in all processes.
 
     Args:
         engine: The processes of the run.
-        read: Reads from the disk.
+        read: The function that reads. It is called in the first process alone.
     """
     from accelerate.utils import broadcast_object_list
 
@@ -277,7 +278,7 @@ def stop_on_request() -> Iterator[threading.Event]:
 
 
 def accelerator(recipe: Recipe, device: str, out: Path, track: str) -> Accelerator:
-    """Set up Accelerate's view of the machine: processes, device, precision.
+    """Return Accelerate's `Accelerator`, which manages processes, device, precision and trackers.
 
     Args:
         recipe: The recipe.
@@ -344,7 +345,7 @@ def trackers(asked: str) -> list[str]:
 
 
 class Task:
-    """The objects of the training loop.
+    """The objects of the training loop: network, images, loss, optimizer, schedule and more.
 
     Args:
         subject: The network as training begins.

@@ -51,7 +51,7 @@ class TrainingProgress:
         images_per_s: The images per second over all processes, without validation.
         lr: The learning rate of the latest update.
         loss: The mean loss over the epoch so far.
-        top1: The accuracy at the latest validation, in percent.
+        top1: The accuracy at the latest validation, in percent. None if it was not measured.
     """
 
     update: int
@@ -73,9 +73,9 @@ class Result:
     """The result of a run.
 
     Args:
-        best: The directory of the network with the best validation accuracy, averaged or not.
-            Without accuracies it is the network with the lowest loss on held-out inputs. The
-            network before training is one of them.
+        best: The directory of the network with the best validation accuracy. Without accuracies it
+            is the network with the lowest loss on held-out inputs. The network before training, and
+            the averaged weights (EMA) of each epoch, are candidates, too.
         last: The directory of the network after the last update.
         model: The network after the last update, in eval mode, on the CPU.
         rows: The rows of metrics.csv.
@@ -115,7 +115,7 @@ def finetune(
     a disk. The first process writes the run's folder, and all processes read the images.
 
     Args:
-        model: A source or a converted network. None for the one that the recipe names.
+        model: The network, converted by normswap or not. With None the recipe names it.
         recipe: The recipe, as `load_recipe` gives it.
         out: The run's folder.
         resume: "auto" continues the run in `out` if there is one. With None, `out` must be new, or
@@ -205,7 +205,7 @@ class TrainingRun:
     """A training run: its loop, and the files that it writes.
 
     Args:
-        task: The objects of the loop.
+        task: The objects of the loop: network, images, loss, optimizer and more.
         folder: The run's folder.
         blank: The network as training begins. Copies of it take the tensors that are saved.
         progress: A function that is called now and then. None in all processes but the first.
@@ -571,7 +571,9 @@ class TrainingRun:
 
 
 def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Evaluation | None:
-    """Measure a network, in every process on its share of the validation images.
+    """Return a network's accuracy, loss and speed on the validation images.
+
+    Every process measures its share of the images, and gets the result for all of them.
 
     Args:
         model: The network.
@@ -579,7 +581,7 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
         engine: Accelerate's view of the processes.
 
     Returns:
-        The measurements on all of them, or None where there are no validation images.
+        The measurements, or None if there are no validation images.
     """
     if share is None:
         return None

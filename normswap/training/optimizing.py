@@ -51,8 +51,8 @@ def optimizer(
         network: The record of the network that `model` is a copy of, if any.
 
     Raises:
-        OptionError: Timm does not know the optimizer's name, or that optimizer does not take such
-            groups.
+        OptionError: Timm does not know the optimizer's name, or the optimizer does not take the
+            recipe's arguments or such groups.
     """
     # With auto the scheme of the last conversion says which parameters decay. A network that was
     # never converted follows kim2022.
@@ -142,10 +142,11 @@ def adaptive_clip_(
 ) -> list[Tensor]:
     """Clip the gradients of each output's weights, in place, to a share of the weights' norm.
 
-    It computes what timm's `adaptive_clip_grad` computes, with a fifth of the kernels. There are
-    two exceptions: the classifier is left alone, and the outputs of a transposed convolution are
-    found in dimension 1 of its weight. Each number of a gain (C, 1, 1, 1) is an output of its own,
-    as for timm. DeepMind's code keeps gains as (C,), and clips them as one output.
+    It computes what timm's `adaptive_clip_grad` computes, with a fifth of the kernel launches.
+    There are two exceptions: the classifier is left alone, and the outputs of a transposed
+    convolution are found in dimension 1 of its weight. Each number of a gain (C, 1, 1, 1) is an
+    output of its own, as for timm. DeepMind's code keeps gains as (C,), and clips them as one
+    output.
 
     Args:
         model: The network after `backward`, and after its gradients were unscaled.
@@ -392,7 +393,7 @@ class Objective:
         """Return the mean loss over images.
 
         Args:
-            model: The network, in the form in which it is trained.
+            model: The network that is trained, as Accelerate wraps it.
             images: The images (N, C, H, W).
             labels: Their labels (N,), which are not read where the teacher alone teaches.
             seed: The seed of mixup, as several parts (`drawn_by`).

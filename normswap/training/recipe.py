@@ -119,7 +119,7 @@ class Data(Part):
 
 
 class Clip(Part):
-    """`optim.clip`: gradient clipping. AGC leaves the classifier alone."""
+    """`optim.clip`: gradient clipping. Adaptive clipping (AGC) leaves the classifier alone."""
 
     mode: Literal["agc", "norm", "value"] = Field(
         "agc", description="Adaptive (Brock et al. 2021), by norm or value."
@@ -227,7 +227,7 @@ class Recipe(Part):
         """Return the recipe, unless keys that are valid one by one contradict each other.
 
         Raises:
-            ValueError: They do. pydantic makes the error of the whole recipe of it.
+            ValueError: Two keys contradict each other. pydantic turns it into a ValidationError.
         """
         if self.data.batch_size % self.train.accumulate:
             raise ValueError(

@@ -194,11 +194,11 @@ def _takes(kind: Any) -> list[str]:
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return the keys of two flat recipes that differ, with both values.
+    """Return a sentence for each key whose value differs in two recipes, with both values.
 
     Args:
-        before: The earlier recipe, by dotted key.
-        now: The recipe of today, by dotted key.
+        before: The earlier recipe, as values by dotted key (`flat`).
+        now: The recipe of today, likewise.
     """
     keys = sorted(before.keys() | now.keys())
     changed = [key for key in keys if before.get(key) != now.get(key)]

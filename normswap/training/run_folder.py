@@ -185,7 +185,7 @@ class Folder:
         return self._out_of_order(names) or self._foreign_state() or self._later_row()
 
     def _out_of_order(self, names: set[str]) -> str | None:
-        """Return an entry without the entry that a run makes before it, in words, or None.
+        """Return words about an entry that stands without an earlier one, or None if there is none.
 
         A run makes state/ first, then recipe.yaml, then all others.
 
@@ -240,14 +240,14 @@ class Folder:
         return None
 
     def put_back(self) -> None:
-        """Put back what a killed process had moved aside, and remove what it has left behind."""
+        """Put back what a killed process had moved aside, and remove what it left unfinished."""
         for network in (self.best, self.last):
             network_folder.put_back(network, removes=True)
         for file in (self.recipe, self.metrics, self.state):
             left_behind.put_back(file, removes=True)
 
     def write_state(self, position: TrainingState, parts: State) -> None:
-        """Replace the state atomically.
+        """Replace state/run.pt, from which the run can be continued, atomically.
 
         Args:
             position: The position of the run.

@@ -126,7 +126,10 @@ class Order(Sampler[list[Position]]):
                 yield _slice(images, number, micro_batch_size)
 
     def _of_epoch(self, epoch: int) -> list[Position]:
-        """Return the images of an epoch in order; copies of an image stand side by side."""
+        """Return the images of an epoch in random order, each as (epoch, index of the image, copy).
+
+        Copies of an image stand side by side.
+        """
         # With a single process that asks for all images, timm's sampler adds and drops none.
         sampler = RepeatAugSampler(
             range(self.count),

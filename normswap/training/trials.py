@@ -88,6 +88,9 @@ class TargetTrial:
         `level` says that the best trial is not known to be better than this one. This is so if its
         lead, in images, is at most the root of the number of images on which the two differ (one
         standard deviation). `compared` says that both had equally many updates.
+
+        Args:
+            best: The best trial.
         """
         differing = int((self.answers != best.answers).sum())
         more_right = (best.after - self.after) / 100 * len(self.answers)
@@ -166,7 +169,8 @@ class Trials:
         batch_size: The number of images in a batch.
         minutes: How long all trials may take.
         device: One of auto, cpu, cuda and mps.
-        progress: A function that is called now and then with the seconds that are over, and all.
+        progress: A function that is called now and then with the seconds that have passed, and the
+            seconds that all trials may take.
 
     Raises:
         NormswapError: There are no images of the network's classes, or too few of them, or there is
@@ -319,7 +323,7 @@ class Trials:
         return seconds
 
     def _trial(self, advice: Advice, lr: float, updates: int) -> TargetTrial:
-        """Train the converted network from its beginning, and return what it reached.
+        """Train a target's network, as it is after its conversion, and return what it reached.
 
         At a target's first trial the network is converted, and measured before it is trained.
 

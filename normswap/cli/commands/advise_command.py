@@ -146,8 +146,9 @@ def _measure(
         private: Whether the network is meant for private training, which the trials are not.
 
     Returns:
-        The record of the trials, the targets in the order of their loss, and the words that train
-        to the best target by `finetune`: none where it ended with a higher loss than it began with.
+        The record of the trials, the targets in the order of their loss, and words of `normswap
+        finetune` that train to the best target. There are no words if the best target ended with a
+        higher loss than it began with.
     """
     from normswap.training import trials
 
@@ -262,7 +263,7 @@ def _print_trials(measured: Body) -> None:
 
 
 def _print_targets(targets: list[Body], elsewhere: Body) -> None:
-    """Print the possible targets, and where each ended on another network."""
+    """Print the possible targets, and the top-1 that each reached on another network."""
     rows = []
     for target in targets:
         function = "kept" if target["exact"] else "approximate"

@@ -143,7 +143,7 @@ def _contenders(
 
 
 def _file_contender(file: ExportedFile, network: nn.Module | None) -> Contender:
-    """Return an exported file as a contender.
+    """Return an exported file as a `Contender`, the form in which it is checked and timed.
 
     Args:
         file: The file.
@@ -241,7 +241,7 @@ def _networks(
 
 
 def _network_contender(form: str, network: nn.Module, device: torch.device) -> Contender:
-    """Return a network in PyTorch as a contender.
+    """Return a network in PyTorch as a `Contender`, the form in which it is checked and timed.
 
     Args:
         form: The name of the network's scheme.

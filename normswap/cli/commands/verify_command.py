@@ -216,7 +216,7 @@ def _recorded_source(name: str, result: nn.Module, device: str) -> nn.Module:
 def _compare_compiled(
     result: nn.Module, loader: Loader | None
 ) -> tuple[list[Body], Departure | None]:
-    """Compare a network under torch.compile with itself.
+    """Compare a network under torch.compile with the same network in eager mode.
 
     Args:
         result: The network.
@@ -224,7 +224,7 @@ def _compare_compiled(
             the network's own example.
 
     Returns:
-        A record for each output and gradient, and the first layer that departs, or None.
+        A record for each output and gradient, and the first layer whose output differs, or None.
     """
     from normswap.proof import compiling
     from normswap.surgery.network import Network
