@@ -38,9 +38,10 @@ def doubled(tensor: Tensor | None, default: Tensor) -> Tensor:
 
 
 def tree(model: nn.Module) -> dict[str, nn.Module]:
-    """Return every module by every path, in the order of `named_modules`.
+    """Return the modules of a network by their paths, in the order of `named_modules`.
 
-    A class may have put a method of its own in the place of `named_modules`, so it is not called.
+    A module that is used at several paths stands at each of them. `named_modules` itself is not
+    called, because a network's class may have a method or attribute of that name.
     """
     modules: dict[str, nn.Module] = {}
     pending: list[tuple[str, nn.Module]] = [("", model)]
@@ -54,10 +55,10 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and buffer of a network by every name.
+    """Return the parameters and buffers of a network by their names.
 
-    In a state dict, hooks may replace tensors, and non-persistent buffers are missing. Here all are
-    the network's own tensors.
+    A tensor that is used under several names stands under each of them. Unlike in a state dict, all
+    are the network's own tensors, and buffers that are not saved are there, too.
     """
     named: dict[str, Tensor] = {}
     for path, module in tree(model).items():
@@ -74,9 +75,14 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def twin(model: Module) -> Module:
-    """Return a copy in eval mode for one run, which shares the parameters of `model`."""
+    """Return a copy of a network in eval mode for one run. It shares the parameters of `model`.
+
+    Buffers and attributes are copied, so that the run does not change those of `model`. Only
+    attributes that are plain tensors are shared.
+    """
     copied = _copy(model, {}, _share_parameter, whole=False)
     for module in tree(copied).values():
+        # A ScriptModule is shared, not copied, so its mode must stay.
         if not isinstance(module, torch.jit.ScriptModule):
             module.__dict__["training"] = False
     return copied
@@ -89,23 +95,24 @@ def duplicate(model: Module, memo: Memo) -> Module:
 
     Args:
         model: The network to copy.
-        memo: The copy of each object, by the object's identity. An object that is in it already is
-            not copied again. Every copy that is made is added.
+        memo: The copy of each object, by the object's `id`. An object that is in it already is not
+            copied again. Every copy that is made is added. An empty dict copies everything.
     """
     return _copy(model, memo, _clone_tensor, whole=True)
 
 
 def to_double(model: Module, memo: Memo | None = None) -> Module:
-    """Return a copy of `model` in float64, cast while it is copied.
+    """Return a copy of `model` in which all floating-point parameters and buffers are float64.
 
     Args:
         model: The network to copy.
-        memo: The copy of each object, by the object's identity, as in `duplicate`. None stands for
-            an empty one.
+        memo: The copy of each object, by the object's `id`, as in `duplicate`. None stands for an
+            empty dict.
     """
     if memo is None:
         memo = {}
 
+    # Put a float64 copy of each tensor into `memo`, where `duplicate` then finds it.
     for module in tree(model).values():
         if id(module) in memo:
             continue
@@ -123,26 +130,28 @@ def to_double(model: Module, memo: Memo | None = None) -> Module:
 
 
 def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) -> Module:
-    """Return a copy of the network.
+    """Return a copy of a network, for `twin` and `duplicate`.
 
     Args:
         model: The network to copy.
-        memo: The copy of each object, by the object's identity, as in `duplicate`.
+        memo: The copy of each object, by the object's `id`, as in `duplicate`.
         copy_tensor: Returns the copy of a parameter or buffer.
         whole: Whether tensors that are neither parameters nor buffers are copied too, and whether
             a module whose class defines how it is copied is copied in that way.
     """
+    # A shell is an instance of a module's class without attributes. All shells are made first, so
+    # that attributes that point to modules find their copies in `memo`.
     shells: list[tuple[nn.Module, nn.Module]] = []
     pending: list[nn.Module] = [model]
     while pending:
         module = pending.pop()
         if id(module) in memo:
             continue
+        # If its class defines how it is copied, and this copying has worked, nothing is left to do.
         if whole and _defines_copying(module) and _deepcopied(module, memo):
             continue
 
-        # A shell is an instance of the module's class without attributes. All shells are made
-        # first, so that attributes that point to modules find their copies in `memo`.
+        # A ScriptModule is shared, not copied.
         shell = module
         if not isinstance(module, torch.jit.ScriptModule):
             shell = object.__new__(type(module))
@@ -153,6 +162,7 @@ def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) ->
                 memo[id(tensor)] = copy_tensor(tensor, memo)
         pending += [child for child in module._modules.values() if child is not None]
 
+    # Fill the shells with copies of the modules' attributes.
     for module, shell in shells:
         shell.__dict__.update(_copied_entries(vars(module), memo, whole))
     copied: Module = memo[id(model)]
@@ -165,13 +175,20 @@ def _defines_copying(module: nn.Module) -> bool:
     if hasattr(kind, "__deepcopy__"):
         return True
 
+    # These are the methods of pickling, by which `copy.deepcopy` copies, too.
     hooks = ("__getstate__", "__reduce__", "__reduce_ex__")
     return any(getattr(kind, name, None) is not getattr(nn.Module, name, None) for name in hooks)
 
 
 def _deepcopied(value: object, memo: Memo) -> bool:
-    """Copy `value` by `copy.deepcopy` into `memo`, and return whether that was possible."""
-    # A copy that fails half-way leaves nothing in `memo`.
+    """Copy a value with `copy.deepcopy`, put the copy into `memo`, and return whether that worked.
+
+    Args:
+        value: The value.
+        memo: The copy of each object, by the object's `id`.
+    """
+    # The copies are collected in a dict of their own, so that copying that fails half-way leaves
+    # nothing in `memo`.
     attempt: ChainMap[int, Any] = ChainMap({}, memo)
     try:
         attempt[id(value)] = copy.deepcopy(value, cast(Memo, attempt))
@@ -179,7 +196,8 @@ def _deepcopied(value: object, memo: Memo) -> bool:
     except Exception:
         return False
 
-    # deepcopy keeps these alive, so that no other object gets their identities.
+    # deepcopy keeps the originals in a list under the id of its memo, so that no other object gets
+    # their ids. The list belongs under the id of `memo` now.
     alive = attempt.maps[0].pop(id(attempt), [])
     memo.setdefault(id(memo), []).extend(alive)
     memo.update(attempt.maps[0])
@@ -203,9 +221,10 @@ def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
 
     Args:
         tensor: The parameter or buffer.
-        memo: The copies so far, by the original's identity, as `copy.deepcopy` keeps them.
+        memo: The copies so far, by the original's `id`, as `copy.deepcopy` keeps them.
     """
-    # An expanded tensor has one number in several places, and could not be written to.
+    # In an expanded tensor, one number in memory stands in several places (stride 0), and torch
+    # would refuse to write to it. So its copy gets memory for each place.
     is_expanded = tensor.layout is torch.strided and any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -225,11 +244,11 @@ def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
 
 
 def _copied_entries(table: dict[Any, Any], memo: Memo, whole: bool) -> dict[Any, Any]:
-    """Return the copies of the entries of a dict, in their order.
+    """Return a dict with copies of the keys and values of another dict, in the same order.
 
     Args:
-        table: The dict.
-        memo: The copies so far, by the original's identity.
+        table: The dict to copy.
+        memo: The copies so far, by the original's `id`.
         whole: Whether tensors that are neither parameters nor buffers are copied too.
     """
     entries = {}
@@ -248,7 +267,7 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
 
     Args:
         value: The value.
-        memo: The copies so far, by the original's identity.
+        memo: The copies so far, by the original's `id`.
         whole: Whether a tensor is copied too. Otherwise it is shared.
     """
     kind = type(value)
@@ -281,4 +300,5 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
         arguments = _copied(value.args, memo, whole)
         keywords = _copied(value.keywords, memo, whole)
         return functools.partial(function, *arguments, **keywords)
+    # What cannot be copied is shared.
     return memo[id(value)] if _deepcopied(value, memo) else value

@@ -8,7 +8,10 @@ from normswap.errors import OptionError
 
 @functools.cache
 def load(group: str) -> None:
-    """Import every entry point of `group`, which registers schemes or norms.
+    """Import the plugins that other installed packages declare, which register schemes or norms.
+
+    Args:
+        group: The name of the group of entry points under which they are declared.
 
     Raises:
         OptionError: An entry point cannot be imported.

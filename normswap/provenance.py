@@ -19,18 +19,21 @@ _KEY = "_normswap_provenance"
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of a network.
+    """Where a network comes from, and what was done to it.
 
     Args:
-        arch: How to build the bare skeleton. None where that is not known.
-        source: The name, hub id or path that the user gave.
-        sha256: The hash of the source's tensors (see `zoo.hash_tensors`). None for random weights.
+        arch: How to build the network as it was before its conversions, without its weights. None
+            if that is not known.
+        source: The name, hub id or path of the network before its conversions, as the user gave it.
+        sha256: The hash of that network's tensors (see `zoo.hash_tensors`). None for random
+            weights.
         pretrained_cfg: timm's record of images and classes (input_size, mean, std, interpolation,
             crop_pct, label_names ...).
-        plan: Everything that was done since the bare architecture.
+        plan: All conversions of the network, in order.
         remarks: Sentences about the network as it was opened, for the notes of its conversion.
-        norms: The tensors of every norm that was replaced, by their original dotted path.
-        changed: Whether the network was filled from another file than the one that was proven.
+        norms: The tensors of every norm that was replaced, by the dotted names that they had.
+        changed: Whether a saved network was filled from another weights file than its own, so that
+            the measurements of its conversion are about other weights.
     """
 
     arch: Arch | None = None
@@ -44,18 +47,23 @@ class Provenance:
 
     @functools.cached_property
     def original_paths(self) -> tuple[str, ...]:
-        """The paths of the norms before the network was converted, in the order of the record.
+        """The paths of the replaced norms that have running statistics, in the order of `norms`.
 
         Norms of merged branches are left out, as nothing in the network has their statistics any
         more.
         """
+        # Each norm with statistics has a tensor such as `layer1.0.bn1.running_mean`.
         suffix = ".running_mean"
         paths = (name.removesuffix(suffix) for name in self.norms if name.endswith(suffix))
         return tuple(path for path in paths if path not in self.merged_paths)
 
     @functools.cached_property
     def merged_paths(self) -> frozenset[str]:
-        """The paths of modules that were merged with branches, and of modules absorbed in them."""
+        """The paths of modules that went into a sum of parallel branches.
+
+        These are the convolutions that were added up to one, and the modules, such as norms, that
+        had been folded into them.
+        """
         edits: list[Edit] = []
         for step in self.plan.steps:
             edits += step.edits
@@ -74,25 +82,25 @@ class Provenance:
         return frozenset(merged | absorbed)
 
     def after(self, step: Step, norms: Mapping[str, Tensor]) -> Provenance:
-        """Return the record of the network that a step made of this one.
+        """Return the provenance of the network that a conversion makes of this one.
 
         The remarks are dropped, since they are about the network as it was opened.
 
         Args:
-            step: The step.
-            norms: The tensors of the norms that the step replaced, by their path.
+            step: The conversion, as a step of the plan.
+            norms: The tensors of the norms that it replaced, by their dotted names.
         """
         plan = self.plan.then(step)
         return replace(self, plan=plan, norms={**self.norms, **norms}, remarks=())
 
 
 def attach(model: nn.Module, record: Provenance) -> nn.Module:
-    """Let `model` carry `record`, and return the model."""
+    """Put a provenance on a network, so that `of` finds it, and return the network."""
     model.__dict__[_KEY] = record
     return model
 
 
 def of(model: nn.Module) -> Provenance:
-    """Return the record that `model` carries, or a new one that only names the model's class."""
+    """Return the provenance on a network, or a new one that only names the network's class."""
     record: Provenance = model.__dict__.get(_KEY) or Provenance(source=type(model).__name__)
     return record

@@ -19,14 +19,21 @@ _NETWORKS = ("wide_resnet.py",)
 
 
 def recipes() -> Path:
-    """Return the folder of the shipped recipes, inside the package or beside it."""
+    """Return the folder of the recipes that come with normswap.
+
+    It lies inside the installed package, or beside the package in a clone of the repository.
+    """
     package = Path(__file__).parent
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parent / "recipes"
 
 
 def register_networks() -> None:
-    """Import the networks beside the recipes, once. They register themselves with timm."""
+    """Register with timm the networks that only recipes of this package use.
+
+    Their files lie beside the recipes. Importing a file registers its networks, so each file is
+    imported only once.
+    """
     for file in (recipes() / name for name in _NETWORKS):
         name = f"normswap.recipes.{file.stem}"
         if name in sys.modules:

@@ -17,7 +17,7 @@ from normswap.models.network_input import scores
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One pass over labelled images.
+    """The result of one pass of a network over labelled images.
 
     Args:
         top1: The share of images whose label has the highest score, in percent.
@@ -42,8 +42,8 @@ def evaluate(
     Args:
         model: The network. It runs in eval mode and is not changed.
         loader: Batches of images (N, C, H, W), or of whatever the network takes, and labels (N,).
-            The labels are the second of a pair, the last after the network's arguments, or
-            "labels" in a dict of keywords.
+            A batch is a pair (images, labels), a tuple of the network's arguments followed by the
+            labels, or a dict of keyword arguments in which the labels are called `labels`.
         progress: Called after each batch with the images done and their total (0 when unknown).
 
     Raises:
@@ -57,7 +57,7 @@ def evaluate(
 def classify(
     model: nn.Module, loader: Iterable[object], *, progress: Progress | None = None
 ) -> tuple[Evaluation, Tensor]:
-    """Classify every image of `loader`.
+    """Classify every image of `loader`, and measure how many of the classes are right.
 
     Args:
         model: The network. It runs in eval mode and is not changed.
@@ -65,8 +65,8 @@ def classify(
         progress: Called after each batch with the images done and their total (0 when unknown).
 
     Returns:
-        The measurements, as `evaluate` returns them, and the answers (N,): the class with the
-        highest score of each image, in the order of the loader.
+        A pair: the measurements, as `evaluate` returns them, and the class with the highest score
+        of each image, (N,), in the order of the loader.
 
     Raises:
         SourceError: There are no images, the network does not take them, or a label is no class of
@@ -79,6 +79,7 @@ def classify(
     if not isinstance(total, int):
         total = 0
 
+    # The sums over all images: right by top-1, right by top-5, and the loss.
     sums = torch.zeros(3, dtype=torch.float64)
     answers: list[Tensor] = []
     count = 0
@@ -106,19 +107,25 @@ def classify(
 
 
 def agreement(answers: Tensor, others: Tensor) -> float:
-    """Return the share of images to which two networks give the same answer.
+    """Return the share of images for which two networks predict the same class.
 
     Args:
-        answers: The classes (N,) that one network gives.
-        others: The classes (N,) that the other network gives.
+        answers: The classes (N,) that one network predicts.
+        others: The classes (N,) that the other network predicts.
     """
     return float((answers == others).double().mean())
 
 
 def _logits(model: nn.Module, example: Example) -> Tensor:
-    """Return the scores of classes (N, classes) in float64, on the CPU."""
+    """Run the network on a batch, and return the class scores (N, classes) in float64 on the CPU.
+
+    Raises:
+        SourceError: The network does not run on the batch.
+        OptionError: The network gives no class scores.
+    """
     try:
         output = example.like(model).call_on_copies(model)
+    # Our own errors are sentences for the user already.
     except NormswapError:
         raise
     # The forward is the user's code, which may raise anything.
@@ -128,7 +135,10 @@ def _logits(model: nn.Module, example: Example) -> Tensor:
 
 
 def _scores_of_batch(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the counts of images right by top-1 and top-5, and the summed cross-entropy, (3,).
+    """Return the figures of a batch as a tensor (3,).
+
+    These are the number of images that are right by top-1, the number that are right by top-5, and
+    the sum of the cross-entropy.
 
     Args:
         logits: The scores (N, classes).
@@ -142,7 +152,8 @@ def _scores_of_batch(logits: Tensor, labels: Tensor) -> Tensor:
         wrong = labels[(labels < 0) | (labels >= classes)][0]
         raise SourceError(f"label {int(wrong)} is no class of this network", f"it has {classes}")
 
-    # The first column is the class with the highest score. At most one column is right.
+    # `hits` (N, 5) has the classes with the highest scores, the highest in the first column. At
+    # most one entry of a row is the label.
     hits = logits.topk(min(5, classes)).indices == labels[:, None]
     loss = cross_entropy(logits, labels, reduction="sum")
     return torch.stack([hits[:, 0].sum(), hits.sum(), loss])

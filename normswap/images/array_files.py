@@ -18,12 +18,12 @@ _LABELS = "labels"
 
 
 def find(place: Path) -> list[Path]:
-    """Return the files of arrays in a folder, sorted by name, or the file itself if it is one.
+    """Return the files of arrays (.npy and .safetensors) in a folder, sorted by name.
 
-    The list is empty if there is none.
+    The list is empty if there are none.
 
     Args:
-        place: The path of a folder or file.
+        place: The path of a folder, or of one such file.
     """
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     return [
@@ -32,13 +32,16 @@ def find(place: Path) -> list[Path]:
 
 
 class Arrays(Dataset[object]):
-    """Samples of files: (tensor, label), or a dict by input with "labels". No label is -1.
+    """A dataset of samples that are arrays in files.
+
+    A sample is a pair (tensor, label). For a network of several inputs it is a dict: the tensor of
+    each input by its name, and the label under `labels`. The label is -1 if a file has no labels.
 
     Args:
-        files: The files. Each holds one sample, of a shape as stated, or many, with one dimension
-            more in front.
-        inputs: Shape and type of each input of the network, by name. The name is empty where there
-            is one input.
+        files: The files. Each holds one sample of the stated shape, or many samples, with a
+            dimension for them in front.
+        inputs: Shape and type of each input of the network, by name. A single input has an empty
+            name.
 
     Raises:
         SourceError: A file does not hold such samples.
@@ -49,6 +52,7 @@ class Arrays(Dataset[object]):
     def __init__(
         self, files: Sequence[Path], inputs: Mapping[str, tuple[Sequence[int], str]]
     ) -> None:
+        # Join the samples of all files to one tensor for each input.
         samples = [_read_samples(file, inputs) for file in files]
         self.tensors: dict[str, Tensor] = {}
         try:
@@ -64,20 +68,26 @@ class Arrays(Dataset[object]):
 
     def __getitem__(self, index: int) -> object:
         sample = {name: tensor[index] for name, tensor in self.tensors.items()}
+        # The empty name is that of a single input.
         if "" not in sample:
             return sample
         return sample[""], sample[_LABELS]
 
 
 def _read_samples(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Tensor]:
-    """Return a batch of each input of a file, and the labels.
+    """Return the samples in a file: a batch for each input by its name, and under `labels` labels.
+
+    Args:
+        file: The file.
+        inputs: Shape and type of each input of the network, by name.
 
     Raises:
         SourceError: The file cannot be read, or lacks an input.
     """
     stored = _read_tensors(file)
     labels = stored.pop(_LABELS, None)
-    # A single tensor is the single input, whatever its name is.
+    # If the network has one input and the file one tensor, they belong together, whatever the name
+    # of the tensor is.
     if len(inputs) == len(stored) == 1:
         stored = dict(zip(inputs, stored.values(), strict=True))
     if not inputs.keys() <= stored.keys():
@@ -90,6 +100,7 @@ def _read_samples(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -
         name: _batch(stored[name], name, len(shape), dtype, file)
         for name, (shape, dtype) in inputs.items()
     }
+    # Every input, and the labels, must have the same number of samples.
     count = len(next(iter(samples.values())))
     if labels is None:
         labels = torch.full((count,), -1)
@@ -100,11 +111,11 @@ def _read_samples(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -
 
 
 def _batch(tensor: Tensor, name: str, dimensions: int, dtype: str, file: Path) -> Tensor:
-    """Return the samples of one input, with a batch in front.
+    """Return the samples of one input in its type, with a batch dimension in front.
 
     Args:
         tensor: One sample, or many.
-        name: The name of the input. Empty where there is one.
+        name: The name of the input. Empty if the network has one input.
         dimensions: How many dimensions one sample has.
         dtype: The type of the input.
         file: The file that holds them.
@@ -127,7 +138,11 @@ def _batch(tensor: Tensor, name: str, dimensions: int, dtype: str, file: Path) -
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name. The array of a .npy file has an empty name."""
+    """Return the tensors of a file by name. The array of a .npy file has an empty name.
+
+    Raises:
+        SourceError: The file cannot be read.
+    """
     try:
         if file.suffix.lower() != ".npy":
             return load_file(file)
@@ -139,10 +154,11 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _check_size(file: Path) -> None:
-    """Raise ValueError for a .npy file that says it holds more numbers than it has bytes for.
+    """Raise ValueError if the header of a .npy file states more numbers than the file can hold.
 
-    numpy would reserve the memory before it reads the first number.
+    numpy would reserve the memory for them before it reads the first number.
     """
+    # The header of version 1.0 is read by another function than that of the later versions.
     with file.open("rb") as opened:
         version = np.lib.format.read_magic(opened)
         read_header = np.lib.format.read_array_header_1_0

@@ -25,11 +25,11 @@ from normswap.plan import Arch
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the network of a factory, with the weights that the factory gives it.
+    """Return the network that a factory (the user's own function) builds, with its weights.
 
     Args:
-        name: The factory, as package.module:factory.
-        request: The arguments and weights that the user asked for.
+        name: The name of the factory, as package.module:factory.
+        request: The arguments that the user asked for.
 
     Raises:
         SourceError: The factory cannot be imported, fails, or gives no network.
@@ -49,10 +49,13 @@ def build(name: str, request: BuildRequest) -> Built:
 
 
 def create(arch: Arch) -> nn.Module:
-    """Return a network of the user's factory with random values, on the CPU and in eval mode.
+    """Call the user's factory, and return its network on the CPU and in eval mode.
 
     Args:
-        arch: Its name and arguments.
+        arch: The name of the factory, as package.module:factory, and its arguments.
+
+    Raises:
+        SourceError: The factory cannot be imported, fails, or returns no network.
     """
     with _working_directory():
         factory = _found(arch.name)
@@ -66,7 +69,7 @@ def create(arch: Arch) -> nn.Module:
 
 @contextmanager
 def _working_directory() -> Iterator[None]:
-    """In a `with` block, let Python find modules in the working directory, as `python -m` does."""
+    """Inside a `with` block, let Python import modules of the working directory, as `python -m`."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -77,17 +80,20 @@ def _working_directory() -> Iterator[None]:
 
 
 def _found(name: str) -> Callable[..., object]:
-    """Return the function or class that a name means.
+    """Import the function or class that a name means, and return it.
+
+    Args:
+        name: The name, as package.module:factory. The part behind the colon may have dots.
 
     Raises:
-        SourceError: The module cannot be imported, or has no such name.
+        SourceError: The module cannot be imported, or has no such function or class.
     """
     module_name, _, path = name.partition(":")
     try:
-        # Its constants are on the CPU, whatever device the network is built on.
+        # The network may be built on the meta device, but constants of the module need values.
         with torch.device("cpu"):
             module = importlib.import_module(module_name)
-    # The module is the user's code.
+    # The module is the user's code, which may raise anything, or exit.
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         remedy = near(

@@ -19,7 +19,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put networks in eval mode in a `with` block, and each module back in its mode afterwards."""
+    """Inside a `with` block, put networks in eval mode. Then each module gets its mode back."""
     modes: list[tuple[nn.Module, bool]] = []
     for model in models:
         modes += [(module, module.training) for module in nn.Module.modules(model)]
@@ -35,10 +35,10 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(*models: nn.Module) -> Iterator[None]:
-    """Put networks in eval mode, and undo afterwards whatever a forward wrote into them.
+    """Inside a `with` block, put networks in eval mode. Then undo what a forward wrote to them.
 
-    A forward may write counters, caches, or a scale that the first batch sets. Attributes and
-    tensors are put back in modules whose class is not torch's own.
+    A forward may write counters, caches, or a scale that the first batch sets. The attributes and
+    tensors of all modules are put back, except in modules whose class is torch's own.
     """
     modules: set[nn.Module] = set()
     for model in models:
@@ -61,7 +61,8 @@ Contents: TypeAlias = tuple[Any, Any, Tensor | None]
 def _contents(module: nn.Module) -> Iterator[Contents]:
     """Yield the tensors and plain collections that a module may write into, nested ones too.
 
-    Each comes with a copy of its contents and, if it is a tensor, with its memory.
+    Each comes as a triple: the tensor or collection, a copy of its contents, and the tensor's
+    memory (None for a collection).
     """
     values = [value for name, value in vars(module).items() if name not in _HOOKS]
     values += [*module._parameters.values(), *module._buffers.values()]
@@ -83,7 +84,13 @@ def _contents(module: nn.Module) -> Iterator[Contents]:
 
 @torch.no_grad()
 def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Contents]) -> None:
-    """Give a module its attributes back, and each of its values the contents that it had."""
+    """Undo what was written into a module.
+
+    Args:
+        module: The module.
+        attributes: The attributes that it had.
+        contents: Its tensors and collections with the contents that they had, from `_contents`.
+    """
     for value, before, memory in contents:
         if memory is not None:
             # A forward may have given the tensor other memory, or written into its own.
@@ -102,7 +109,12 @@ def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Co
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove all hooks after a `with` block, also if registering one of them fails."""
+    """Keep hooks registered inside a `with` block, and remove all of them at its end.
+
+    Args:
+        handles: The handles of the hooks. They may come from a generator that registers each hook
+            when its handle is asked for: if one fails, those before it are removed.
+    """
     with ExitStack() as hooks:
         for handle in handles:
             hooks.enter_context(handle)
@@ -115,13 +127,14 @@ _callers_dtype: ContextVar[torch.dtype | None] = ContextVar("_callers_dtype", de
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Switch off, in a `with` block, whatever makes arithmetic less exact than it is written.
+    """Inside a `with` block, switch off torch's settings that make arithmetic less exact.
 
-    It switches off autocast, TF32 and other short products of float32, torch's refusal of functions
-    that are not deterministic, and a default dtype other than float32 (`callers_dtype`). All is
-    restored afterwards. Tensors that are made in the block can be trained, even if the caller is in
-    `torch.inference_mode`.
+    These are autocast, TF32 and other shortened products of float32, and a default dtype other than
+    float32. Two more settings that would be in the way are switched off: the refusal of functions
+    that are not deterministic, and `torch.inference_mode`, in which no tensor can be trained. All
+    are restored at the end.
     """
+    # `callers_dtype` goes back to this dtype. If such blocks are nested, the outer caller's counts.
     default_dtype = torch.get_default_dtype()
     token = _callers_dtype.set(_callers_dtype.get() or default_dtype)
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -131,7 +144,8 @@ def full_precision() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
         with ExitStack() as stack:
             kinds = ["cpu"]
-            # Up to torch 2.6 asking for an accelerator that is not there is an error.
+            # Up to torch 2.6 asking for an accelerator that is not there is an error. The text of a
+            # device is its kind and perhaps a number, as in `cuda:0`.
             if torch.accelerator.is_available():
                 kinds.append(str(torch.accelerator.current_accelerator()).partition(":")[0])
             for kind in kinds:
@@ -148,7 +162,11 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def callers_dtype() -> Iterator[None]:
-    """In a `with` block, use the default dtype of the code that called `full_precision`."""
+    """Inside a `with` block, use the default dtype that the caller of `full_precision` had set.
+
+    A network's forward runs in it, so that tensors that it makes have the dtype that they usually
+    have. Outside of `full_precision` nothing changes.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(_callers_dtype.get() or before)
     try:
@@ -158,7 +176,9 @@ def callers_dtype() -> Iterator[None]:
 
 
 def _gpu_switches(cudnn: Any, products: Any) -> list[tuple[Any, str, object]]:
-    """Return torch's switches of TF32 on a GPU, each with its name and the value that stops it.
+    """Return the settings of torch that allow TF32 on a GPU, with values that switch it off.
+
+    Each is a triple: the object that has the setting, the name of the attribute, and the value.
 
     Args:
         cudnn: `torch.backends.cudnn`.
@@ -179,10 +199,10 @@ def _gpu_switches(cudnn: Any, products: Any) -> list[tuple[Any, str, object]]:
     ]
     if torch.backends.flags_frozen():
         return newer
+    # Values that were set by the newer names cannot be read by the older ones.
     try:
         for holder, name, _ in older:
             getattr(holder, name)
-    # Values that were set by the newer names cannot be read by the older ones.
     except RuntimeError:
         return newer
     return older
@@ -190,10 +210,10 @@ def _gpu_switches(cudnn: Any, products: Any) -> list[tuple[Any, str, object]]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Compute products of float32 in float32 inside a `with` block.
+    """Inside a `with` block, compute products of float32 numbers in float32.
 
-    TF32, which torch allows a GPU in convolutions, keeps 10 bits of a factor, and
-    `torch.set_float32_matmul_precision` allows a CPU bfloat16.
+    Otherwise torch may use TF32 in convolutions on a GPU, which keeps 10 bits of each factor. On a
+    CPU it may use bfloat16, if the user has called `torch.set_float32_matmul_precision`.
     """
     cudnn = cast(Any, torch.backends.cudnn)
     products = torch.backends.cuda.matmul
@@ -205,6 +225,7 @@ def _without_tf32() -> Iterator[None]:
             (cpu.matmul, "fp32_precision", "ieee"),
             (cpu.conv, "fp32_precision", "ieee"),
         ]
+    # Remember the settings of the GPU and of the CPU, in the order in which they are changed.
     gpu_switches = _gpu_switches(cudnn, products)
     before = [getattr(holder, name) for holder, name, _ in gpu_switches]
     before += [getattr(holder, name) for holder, name, _ in switches]
@@ -220,9 +241,10 @@ def _without_tf32() -> Iterator[None]:
 
 @contextmanager
 def with_heads(*models: nn.Module) -> Iterator[None]:
-    """Let forward run auxiliary heads as in training, with layers in eval mode, in a `with` block.
+    """Inside a `with` block, let forward run auxiliary heads as in training.
 
-    Random numbers are the same each time.
+    All layers are in eval mode, and only the modules that hold them are in training mode. torch's
+    random numbers start from a fixed seed. At the end of the block all is restored.
     """
     devices: set[torch.device] = set()
     with undisturbed(*models):
@@ -234,9 +256,10 @@ def with_heads(*models: nn.Module) -> Iterator[None]:
 
 
 def show_heads(model: nn.Module) -> None:
-    """Put modules that hold others in training mode, as their forward may ask for it.
+    """Put the modules that hold other modules in training mode, so that auxiliary heads run.
 
-    Layers stay as they are.
+    A forward may ask for `self.training` to decide whether it runs them. Single layers, and the
+    containers of torch, stay in their mode.
     """
     for module in nn.Module.modules(model):
         if module._modules and not type(module).__module__.startswith("torch.nn"):

@@ -9,13 +9,13 @@ _BETWEEN = 30.0
 
 
 class Pace:
-    """A `progress` function that says how far the work is and about how long the rest takes.
+    """A `progress` function that says how far some work is, and about how long the rest takes.
 
-    The work is done in parts, such as batches. The clock starts when the first part is done, since
-    what is prepared before it is prepared once.
+    The work is done in parts, such as batches. The time of a part is measured from the end of the
+    first part, because the first one also takes the time of all that is prepared once.
 
     Args:
-        work: What is done: the words that each sentence begins with.
+        work: The name of the work. Each sentence begins with it.
         say: Called with each sentence.
         clock: Returns the time in seconds.
     """
@@ -26,7 +26,7 @@ class Pace:
         self.work = work
         self.say = say
         self.clock = clock
-        # The time from which on the next sentence may be said.
+        # No sentence is said before this time.
         self.due = clock() + _FIRST
         self.last_done = 0
         # When the first part of this pass was done, and how many parts were done then.
@@ -34,12 +34,13 @@ class Pace:
         self.begun_with = 0
 
     def __call__(self, done: int, total: int) -> None:
-        """Say how far the work is, if the last sentence is old enough.
+        """Note how many parts are done, and say how far the work is if it is time to.
 
         Args:
             done: How many parts are done. A smaller number than before begins another pass.
             total: How many parts there are. 0 if that is not known.
         """
+        # The first part of a pass only starts the measurement of time.
         now = self.clock()
         is_first = self.last_done == 0 or done < self.last_done
         self.last_done = done
@@ -47,6 +48,7 @@ class Pace:
             self.begun = now
             self.begun_with = done
             return
+        # A sentence about work that is finished is of no use.
         if now < self.due or done == total:
             return
 

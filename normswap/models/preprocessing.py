@@ -14,12 +14,14 @@ from normswap.models.stated_images import Preprocessing, comma_list
 
 
 def data_config(model: nn.Module) -> Cfg:
-    """Return the evaluation preprocessing of a network.
+    """Return how a network's images are prepared for evaluation, by the keys of timm's record.
 
-    The record has input_size, mean, std, interpolation, crop_pct and crop_mode.
+    The keys are input_size, mean, std, interpolation, crop_pct and crop_mode. A value that the
+    network does not state is timm's default.
     """
     known = {key: value for key, value in stated(model).items() if value is not None}
     cfg = {**GENERAL, **known}
+    # timm needs the size of an image, so sides are made up for an input that is no image.
     if not cfg.get("input_size"):
         size = network_input.size(model)
         cfg["input_size"] = size if len(size) == 3 else (size[0], 224, 224)
@@ -28,13 +30,13 @@ def data_config(model: nn.Module) -> Cfg:
 
 
 def assumed(model: nn.Module) -> tuple[str, ...]:
-    """Return the parts of a `Preprocessing` that no record of the network states."""
+    """Return the names of those fields of `Preprocessing` that no record of the network states."""
     cfg = stated(model)
     return tuple(entry.name for entry in fields(Preprocessing) if cfg.get(entry.name) is None)
 
 
 def assumption(model: nn.Module) -> str:
-    """Return a sentence on what is assumed. It is empty if everything is stated."""
+    """Return a sentence that names the values which are assumed for images. Empty if none are."""
     config = data_config(model)
     parts: list[str] = []
     for name in assumed(model):
@@ -47,7 +49,11 @@ def assumption(model: nn.Module) -> str:
 
 
 def state(model: nn.Module, values: Preprocessing) -> nn.Module:
-    """Return the network itself. From now on its record states these values.
+    """Write how images are prepared into the network's record, and return the network.
+
+    Args:
+        model: The network.
+        values: The values that the user stated. None leaves a value of the record as it is.
 
     Raises:
         OptionError: No image can be prepared in this way.
@@ -57,6 +63,7 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
     if not asked:
         return model
 
+    # Mean and deviation are one number for all channels, or one for each.
     channels = data_config(model)["input_size"][0]
     for name in {"mean", "std"} & set(asked):
         if len(asked[name]) not in (1, channels):
@@ -68,7 +75,11 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
 
 
 def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
-    """Return the network itself. From now on its record states this size (C, H, W).
+    """Write the size of its images into the network's record, and return the network.
+
+    Args:
+        model: The network.
+        size: The size (C, H, W).
 
     Raises:
         OptionError: The network is built for another size.
@@ -77,9 +88,11 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     _record(model, {"input_size": tuple(size)}, without=("test_input_size",))
 
     built = network_input.size(model)
+    # A size with another number of dimensions may be no mistake, so the network is tried on it.
     if len(usual) != len(size) and not network_input.runs(model, network_input.noise(model, size)):
         why = f"the network does not run on it; it takes sizes such as {comma_list(usual)}"
         raise OptionError(f"input size {comma_list(size)}", why)
+    # A patch embedding states its own size, whatever the record says.
     if tuple(built) != tuple(size):
         remedy = f"See `{spelled('arch_args', metavar='img_size=...')}`"
         raise OptionError(
@@ -91,7 +104,7 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
 
 
 def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.Module:
-    """Return the network itself. From now on its record states these inputs.
+    """Write what inputs the network takes into its record, and return the network.
 
     Args:
         model: The network.
@@ -102,7 +115,13 @@ def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.M
 
 
 def _record(model: nn.Module, values: Cfg, without: Sequence[str] = ()) -> None:
-    """Let the network's record state these values, and none of the keys of `without`."""
+    """Write values into the network's record, and remove other entries from it.
+
+    Args:
+        model: The network.
+        values: The values by key.
+        without: The keys of the entries to remove.
+    """
     recorded = {**stated(model), **values}
     for key in without:
         recorded.pop(key, None)
@@ -110,5 +129,5 @@ def _record(model: nn.Module, values: Cfg, without: Sequence[str] = ()) -> None:
 
 
 def stated(model: nn.Module) -> Cfg:
-    """Return what the network's own record, or else timm's, states of images and classes."""
+    """Return the network's record of its images and classes: normswap's own, or else timm's."""
     return dict(provenance.of(model).pretrained_cfg) or own_cfg(model)

@@ -65,19 +65,19 @@ _OF_TIMM_ALONE = frozenset(
 
 
 class _OwnRecord(BaseModel):
-    """Base of records in which unknown keys and other types are refused."""
+    """The base of classes in which unknown keys, and values of another type, are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class _OfOthers(BaseModel):
-    """Base of records of another library's file, of which some keys are read."""
+    """The base of classes for another library's files: keys that are not listed are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
 
 class ImageRecord(_OwnRecord):
-    """timm's record of images and classes: what a network wants, and what its outputs mean."""
+    """timm's record (`pretrained_cfg`): how a network's images are prepared, and its classes."""
 
     input_size: Shape | None = None
     fixed_input_size: bool | None = None
@@ -110,7 +110,11 @@ class ImageRecord(_OwnRecord):
 
 
 class LayoutOfTimm(_OfOthers):
-    """A config.json in timm's layout, old or new: with the record inside it, or beside its keys."""
+    """A config.json in timm's layout.
+
+    In the newer layout, `pretrained_cfg` holds the record of images and classes. In the older one,
+    the entries of the record stand beside `architecture`, and `pretrained_cfg` is missing.
+    """
 
     architecture: Word
     model_args: Body | None = None
@@ -118,7 +122,7 @@ class LayoutOfTimm(_OfOthers):
 
 
 class ImageProcessor(_OfOthers):
-    """A preprocessor_config.json of transformers."""
+    """The keys of a preprocessor_config.json of transformers that normswap reads."""
 
     do_center_crop: bool | None = True
     do_resize: bool | None = True
@@ -144,14 +148,14 @@ class TransformersConfig(_OfOthers):
 
 
 class ShardIndex(_OfOthers):
-    """A model.safetensors.index.json: which file has which tensor."""
+    """A model.safetensors.index.json: for each tensor, the name of the file that holds it."""
 
     # A name in the directory itself, so that no other directory is opened.
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]]
 
 
 def _check_size(name: str, shape: list[int]) -> None:
-    """Refuse a shape that has more numbers than any sample."""
+    """Raise ValueError for a shape that has more numbers than any sample."""
     count = 1
     for side in shape:
         count *= side
@@ -160,34 +164,39 @@ def _check_size(name: str, shape: list[int]) -> None:
 
 
 def image_record(stated: Mapping[str, object]) -> Body:
-    """Return a network's record as it is stored: the keys of `ImageRecord`, with JSON values.
+    """Return the entries of a record that are stored: those of `ImageRecord`, with JSON values.
 
     Args:
-        stated: timm's record, or the network's own record. Values that are None are left out.
+        stated: timm's record, or the network's own record. Other keys, and values that are None,
+            are left out.
     """
     names = ImageRecord.model_fields.keys()
-    kept = {name: value for name, value in stated.items() if name in names and value is not None}
-    plain: Body = json.loads(json.dumps(kept))
+    known = {name: value for name, value in stated.items() if name in names and value is not None}
+    # By way of JSON, tuples become lists.
+    plain: Body = json.loads(json.dumps(known))
     return plain
 
 
 def without_addresses(stated: object) -> object:
-    """Return a stored record without the keys that only timm's registry uses."""
+    """Return a stored record without the keys that only timm's registry uses, such as addresses.
+
+    Anything but a dict is returned as it is.
+    """
     if not isinstance(stated, Mapping):
         return stated
     return {name: value for name, value in stated.items() if name not in _OF_TIMM_ALONE}
 
 
 def checked(kind: type[Record], stated: object, origin: str) -> Record:
-    """Return a record of what a file states.
+    """Return the data of a file as an object of a pydantic class, which checks types and bounds.
 
     Args:
-        kind: The class of the record.
-        stated: The plain data that was read.
+        kind: The class.
+        stated: The plain data that was read from the file.
         origin: The name of the file in the error.
 
     Raises:
-        SourceError: The data does not fit the record. The message names file and key.
+        SourceError: The data does not fit the class. The message names file and key.
     """
     try:
         return reading.validated(_reader(kind), json.dumps(stated))

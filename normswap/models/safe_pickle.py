@@ -31,9 +31,10 @@ class OutgrownFileError(ValueError):
 
 
 def unpickle(file: Path) -> object:
-    """Return what a file of `torch.save` holds: tensors, plain containers, or a network's tensors.
+    """Return what a file of `torch.save` holds: tensors and plain containers.
 
-    Raises whatever torch raises where the file is damaged or needs Python objects.
+    If the file holds a whole network, its tensors are returned by name. For a file that is damaged,
+    or needs other Python objects, torch's own errors are raised.
     """
     _check_archive(file)
     try:
@@ -42,7 +43,7 @@ def unpickle(file: Path) -> object:
             return torch.load(file, map_location="cpu", weights_only=True)
     # torch raises many kinds of errors for a file that is none of its own.
     except Exception:
-        # The file may be a whole network. Where it is none either, torch's own error is the better.
+        # The file may hold a whole network. If it does not, torch's own error tells more.
         with suppress(Exception):
             return read_pickled_network(file)[1]
         raise
@@ -57,9 +58,9 @@ def unknown_names(file: Path) -> list[str]:
 
 
 def check_sizes(state: Mapping[str, Tensor], file: Path) -> None:
-    """Raise OutgrownFileError where tensors have far more numbers than the file has bytes.
+    """Raise OutgrownFileError if tensors have far more bytes than their file.
 
-    A tensor whose stride is 0 repeats one number as often as it likes.
+    A tensor whose stride is 0 repeats one number of the file as often as its shape says.
     """
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     if size > _MOST_TIMES_LARGER * file.stat().st_size + _ALWAYS_ALLOWED:
@@ -67,7 +68,7 @@ def check_sizes(state: Mapping[str, Tensor], file: Path) -> None:
 
 
 def _check_archive(file: Path) -> None:
-    """Raise OutgrownFileError for an archive whose entries unpack to far more than its size."""
+    """Raise OutgrownFileError if a file is a zip archive that unpacks to far more than its size."""
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as archive:
@@ -77,7 +78,10 @@ def _check_archive(file: Path) -> None:
 
 
 class _Inert(dict[object, object]):
-    """Any object of a pickle: it holds the items and attributes of the file, and does nothing."""
+    """Stands for an object of an unknown class in a pickle. Nothing of that class's code is run.
+
+    It is a dict of the object's items, and `attributes` has the object's attributes.
+    """
 
     attributes: Mapping[str, Any] = {}
 
@@ -91,10 +95,11 @@ class _Inert(dict[object, object]):
 def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     """Return the attributes and the tensors of a whole network that `torch.save` pickled.
 
-    The network stands alone in the file, or under a usual key. None of its code is run.
+    None of the network's code is run.
 
     Args:
-        file: The file.
+        file: The file. It holds the network alone, or a dict with the network under a key that
+            training scripts use, such as `model`.
 
     Raises:
         TypeError: The file holds no network. Torch raises errors of its own where the file is
@@ -102,13 +107,15 @@ def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tenso
     """
     _check_archive(file)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
-    # Each class or function that the file names, and torch does not know, becomes an inert class.
+    # For each class or function that the file names, and that torch does not know, torch gets an
+    # empty class in its place.
     inert: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (type(name, (_Inert,), {}), name) for name in names
     ]
     with quiet(), torch.serialization.safe_globals(inert):
         content = torch.load(file, map_location="cpu", weights_only=True)
 
+    # A network is a dict as well (`_Inert`), in which no such key is found.
     candidates = (content, *map(content.get, _KEYS_OF_NETWORKS))
     network = next((each for each in candidates if _is_network(each)), None)
     if network is None:
@@ -120,12 +127,13 @@ def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tenso
 
 
 def _is_network(candidate: object) -> bool:
+    """Return whether an object of a pickle was a module that holds other modules."""
     return isinstance(candidate, _Inert) and bool(candidate.attributes.get("_modules"))
 
 
 def _named_tensors(network: _Inert) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors that `state_dict` has, in its order."""
-    # A stack, not a recursion, since a network may be said to hold itself.
+    """Yield names and tensors as the network's `state_dict` would have them, in the same order."""
+    # A stack, not a recursion, because a damaged file may say that a network holds itself.
     pending = [(network, "", 0)]
     count = 0
     while pending:

@@ -10,15 +10,15 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """The preprocessing of an image before the network.
+    """How images are prepared for a network, as the user states it.
 
-    A field that is None has the value of the network's record, or else the assumed value.
+    If a field is None, the value in the network's record holds, or else a usual value.
 
     Args:
         mean: The mean of pixels in 0..1, per channel or for all channels.
         std: The standard deviation of pixels in 0..1, per channel or for all channels.
-        crop_pct: The share of a side that is kept.
-        interpolation: How an image is resized.
+        crop_pct: The share of the image's side that the crop at its centre keeps.
+        interpolation: The method of resizing, one of `INTERPOLATIONS`.
     """
 
     mean: tuple[float, ...] | None = None
@@ -52,5 +52,5 @@ class Preprocessing:
 
 
 def comma_list(value: Sequence[float]) -> str:
-    """Return numbers as the command line takes them."""
+    """Return numbers with commas between them, as the command line takes them: `0.5,0.5,0.5`."""
     return ",".join(f"{number:g}" for number in value)

@@ -22,10 +22,11 @@ _BY_FACTORY = "Say how it is built: MODEL is the file, with --arch package.modul
 
 
 def build(name: str, request: BuildRequest) -> Built:
-    """Return the network of a checkpoint, or the bare one of a description.
+    """Return a network of Ultralytics with random values, and how to load its trained weights.
 
     Args:
-        name: `ultralytics:FILE.pt` or `ultralytics:NAME.yaml`.
+        name: `ultralytics:FILE.pt` for a checkpoint, or `ultralytics:NAME.yaml` for a description
+            of a network, which has no weights.
         request: What the user asks for beside the name.
 
     Raises:
@@ -34,7 +35,8 @@ def build(name: str, request: BuildRequest) -> Built:
     place = name.removeprefix("ultralytics:")
     state = State()
     kwargs = request.arguments()
-    # The name of the description: the user's, or the one that the checkpoint states.
+    # The name of the description, such as `yolo11n.yaml`: the user's, or the one that the
+    # checkpoint states.
     described = place
     if not place.endswith(".yaml"):
         place = str(Path(place).resolve())
@@ -48,7 +50,7 @@ def build(name: str, request: BuildRequest) -> Built:
             classes = attributes["yaml"]["nc"]
             if not isinstance(described, str):
                 raise TypeError("it names no description")
-        # Every network of Ultralytics' has BatchNorms until it is fused.
+        # Every network of Ultralytics has BatchNorms until they are fused into its convolutions.
         fused = not any(key.endswith("running_mean") for key in state)
         kwargs = {"num_classes": classes, "fused": fused, **kwargs}
     elif request.trained:
@@ -81,7 +83,7 @@ def create(arch: Arch) -> nn.Module:
     """Return a network of ultralytics with random values, on the CPU and in eval mode.
 
     Args:
-        arch: Its name and arguments.
+        arch: The name of the network's description, such as `yolo11n.yaml`, and its arguments.
     """
     import ultralytics
 
@@ -92,6 +94,8 @@ def create(arch: Arch) -> nn.Module:
         )
     # No other argument is taken.
     check_arguments(arch, arch.kwargs.keys() - {"num_classes", "fused"})
+
+    # Find the description among those that Ultralytics ships.
     folder = Path(ultralytics.__file__).parent / "cfg" / "models"
     # The letter of a size is no part of the file's name: yolo11n-seg is yolo11-seg at the scale n.
     names = {arch.name, re.sub(r"(\d+)[nslmx]", r"\1", arch.name)}
@@ -100,7 +104,9 @@ def create(arch: Arch) -> nn.Module:
         raise SourceError(
             f"Ultralytics {ultralytics.__version__} ships no {arch.name}", remedy=_BY_FACTORY
         )
-    # The network as shipped tells its class and description; it is built again with these classes.
+
+    # The network with the usual number of classes tells its Python class, and has read the
+    # description. It is built again with the number of classes that is asked for.
     usual: Any = make(arch.name, ultralytics.YOLO, {"model": str(file.with_name(arch.name))}).model
     settings = {"cfg": usual.yaml, "nc": arch.kwargs.get("num_classes"), "verbose": False}
     model = make(arch.name, type(usual), settings)

@@ -24,10 +24,10 @@ def writing(file: Path, beside: Sequence[str] = (), obsolete: Sequence[str] = ()
     stands beside files of another version. If an error is raised, nothing is left behind.
 
     Args:
-        file: The path of the file or directory. Its folder exists.
-        beside: Names of further files that belong to `file`. They are written beside the path that
-            is yielded.
-        obsolete: Names of files that belonged to the old `file`. They are removed.
+        file: The path of the file or directory. Its folder must exist.
+        beside: Names of further files that belong to `file`. The caller writes them beside the path
+            that is yielded, and they are moved together with it.
+        obsolete: Names of files that belonged to the old `file`. They are removed at the end.
 
     Raises:
         OutputError: The disk is full, or the place cannot be written.
@@ -52,7 +52,12 @@ def writing(file: Path, beside: Sequence[str] = (), obsolete: Sequence[str] = ()
 
 @contextmanager
 def _folder_beside(file: Path, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a new folder beside `file`, claimed by this process, and remove it at the end."""
+    """Yield a new folder beside `file`, which this process has locked, and remove it at the end.
+
+    Args:
+        file: The file that will be written in the folder.
+        names: The names of all files that will be written there.
+    """
     folder = Path(tempfile.mkdtemp(dir=file.parent, prefix=f".{file.stem}."))
     claim = None
     try:
@@ -69,7 +74,12 @@ def _folder_beside(file: Path, names: Sequence[str]) -> Iterator[Path]:
 
 
 def whole(file: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a path beside `file`, then move it to `file`, and return `file`.
+    """Write a file whole or not at all, and return its path.
+
+    Args:
+        file: The path of the file.
+        write: A function that writes the content to the path that it is given. The new file is then
+            moved to `file`.
 
     Raises:
         OutputError: The file cannot be written.
@@ -118,14 +128,15 @@ def _csv_cell(value: object) -> object:
 
 
 def check_writable(file: Path, *, force: bool = False, package_of: Sequence[str] = ()) -> None:
-    """Check, before any work, that a file or a package may be written.
+    """Raise OutputError, before any work is done, if a file or a package cannot be written.
 
-    A package is a directory that is one file to its runtime.
+    A package is a directory that a runtime opens as if it were one file, such as a `.mlpackage`.
 
     Args:
         file: The path to write.
         force: Whether a file that exists is replaced.
-        package_of: The names of a package's entries, the first of which marks it. Empty for a file.
+        package_of: The names of a package's entries. A directory that has the first one is taken
+            for a package. Empty if a file is written.
 
     Raises:
         OutputError: The file exists and `force` is not given, its folder does not exist, or a
@@ -145,15 +156,15 @@ def check_writable(file: Path, *, force: bool = False, package_of: Sequence[str]
 
 
 def _check_package(package: Path, names: Sequence[str]) -> None:
-    """Check that a directory is a package with these entries, and holds nothing else."""
+    """Raise OutputError unless a directory is a package with these entries, and holds no others."""
     remedy = "Remove it yourself, or give another name"
     if not (package / names[0]).is_file():
         raise OutputError(f"{package} has no {names[0]}", remedy=remedy)
 
-    others = sorted({path.name for path in package.iterdir()}.difference(names))
-    if others:
+    strangers = sorted({path.name for path in package.iterdir()}.difference(names))
+    if strangers:
         why = "which is no part of such a package and would be lost"
-        raise OutputError(f"{package} holds {others[0]}, {why}", remedy=remedy)
+        raise OutputError(f"{package} holds {strangers[0]}, {why}", remedy=remedy)
 
 
 def _open_to_others(folder: Path, new_files: Sequence[Path]) -> None:
@@ -169,8 +180,10 @@ def _open_to_others(folder: Path, new_files: Sequence[Path]) -> None:
 
     for new_file in new_files:
         for path in (new_file, *new_file.rglob("*")):
+            # `chmod` would change the file that a link points to.
             if path.is_symlink() or not path.exists():
                 continue
+            # Files are not made executable, as directories are.
             path.chmod(directory_mode if path.is_dir() else directory_mode & 0o666)
 
 
@@ -189,11 +202,12 @@ def _exchange(
         obsolete: The names of old files that have no new one.
 
     Raises:
-        OSError: The files cannot be moved. The old files are then back in their places, as they are
-            if the user interrupts.
+        OSError: The files cannot be moved. Then all old files have been put back in their places.
+            They are also put back if the user interrupts.
     """
     old.mkdir()
     names = [new_file.name for new_file in new_files]
+    # The names of the old files that were moved away, and of the new files that were moved in.
     removed: list[str] = []
     placed: list[str] = []
 

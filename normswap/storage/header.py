@@ -39,20 +39,20 @@ Scalar = str | int | float | bool | None
 
 
 class Header(BaseModel):
-    """The record in the header, as it is read from a file and checked.
+    """What the header of a saved `model.safetensors` says, after it was read and checked.
 
     Args:
-        version: The version of the record.
-        arch: How to build the bare network. None where this is not known.
-        plan: The plan, as `Plan.to_json` wrote it.
-        source: The source of the network, as the user named it.
-        sha256: The hash of the source's tensors. None for random weights.
+        version: The version of this layout.
+        arch: How to build the network as it was before its conversions. None if that is not known.
+        plan: The plan of the conversions, as `Plan.to_json` wrote it.
+        source: The network that was converted, as the user named it.
+        sha256: The hash of that network's tensors. None for random weights.
         pretrained_cfg: The record of images and classes.
         report: The measurements of the conversion. None for a network that was not converted.
-        hashes: The hash of all tensors of a file, by the file's name.
+        hashes: One hash over all tensors of a file, by the file's name.
         tensors: The hash of each tensor, by the file's name and the tensor's name. Older files have
             no such hashes.
-        versions: The versions of the libraries that wrote it.
+        versions: The versions of the libraries that wrote the file.
         layers: For each layer, by its path, the version of the layer that wrote its tensors. torch
             gives it to the layer that loads them. Version 1 is left out. Older files have no such
             record.
@@ -81,12 +81,13 @@ class Header(BaseModel):
     @field_validator("pretrained_cfg", mode="before")
     @classmethod
     def _drop_addresses(cls, stated: object) -> object:
+        """Drop the keys of timm's registry, so that they are not refused as unknown keys."""
         return without_addresses(stated)
 
     @field_validator("report")
     @classmethod
     def _is_printable(cls, report: Report | None) -> Report | None:
-        """Refuse a report that could not be printed, because no comparison wrote it."""
+        """Refuse a report that no comparison can have written, and that could not be printed."""
         if report is None:
             return None
         if not report.logits:
@@ -124,11 +125,14 @@ class Header(BaseModel):
 
     @property
     def images(self) -> Body:
-        """The record of images and classes, as JSON has it."""
+        """The record of images and classes, with values that JSON can hold."""
         return image_record(self.pretrained_cfg.model_dump())
 
     def read_plan(self, file: Path) -> Plan:
-        """Return the plan.
+        """Return the plan of the network's conversions.
+
+        Args:
+            file: The file that has the header, for the error.
 
         Raises:
             PlanError: The plan is malformed.
@@ -143,14 +147,14 @@ def digest_of(record: Mapping[str, object]) -> str:
 
 
 def read_header(place: Path) -> Header:
-    """Return the record of a directory or of a weights file.
+    """Return what the header of a saved network says.
 
     Args:
         place: The directory that `save` wrote, or its weights file alone.
 
     Raises:
-        SourceError: The record is missing, damaged, changed since it was written, or of a later
-            version.
+        SourceError: The record in the header is missing, damaged, changed since it was written, or
+            of a later version.
     """
     file = place if place.is_file() else place / WEIGHTS
     if not file.is_file():
@@ -171,7 +175,11 @@ def read_header(place: Path) -> Header:
 
 
 def _parsed(text: str, file: Path) -> tuple[Body, Header]:
-    """Return the record in a text, as JSON has it and as it is checked.
+    """Return the record in a JSON text twice: as a plain dict, and as a checked `Header`.
+
+    Args:
+        text: The JSON.
+        file: The file that has the header, for the error.
 
     Raises:
         SourceError: The record is damaged, or of a later version.
@@ -179,6 +187,7 @@ def _parsed(text: str, file: Path) -> tuple[Body, Header]:
     try:
         record = reading.parse_object(text, finite=False)
         version = record.get("version")
+        # In Python, True equals 1.
         if version != VERSION or isinstance(version, bool):
             what = f"{file} has schema version {version!r:.40}, this normswap reads {VERSION}"
             raise SourceError(what, remedy="Upgrade it")
@@ -192,7 +201,9 @@ def _parsed(text: str, file: Path) -> tuple[Body, Header]:
 
 
 def _with_todays_names(record: Body, text: str) -> str:
-    """Return the text of a record, with the old name `vacuous` of the report's `remarks` replaced.
+    """Return the JSON text of a record, in which a key has the name that it has today.
+
+    Older versions of normswap wrote `vacuous` in the report for what is called `remarks` today.
 
     Args:
         record: The record, as it was read.
@@ -201,13 +212,17 @@ def _with_todays_names(record: Body, text: str) -> str:
     report = record.get("report")
     if not isinstance(report, dict) or "vacuous" not in report:
         return text
-    others = {name: value for name, value in report.items() if name != "vacuous"}
-    renamed = {"remarks": report["vacuous"], **others}
+    other_entries = {name: value for name, value in report.items() if name != "vacuous"}
+    renamed = {"remarks": report["vacuous"], **other_entries}
     return json.dumps({**record, "report": renamed})
 
 
 def _text_in(file: Path) -> str | None:
-    """Return the text of the record, or None if normswap did not write the file."""
+    """Return the JSON text in a weights file's header. None if normswap did not write the file.
+
+    Raises:
+        SourceError: The file is no safetensors file.
+    """
     try:
         with safe_open(file, "pt") as opened:
             return (opened.metadata() or {}).get(KEY)
@@ -219,18 +234,24 @@ def _text_in(file: Path) -> str | None:
 def _check_digests(record: Body, header: Header, place: Path, file: Path) -> None:
     """Raise SourceError if the header was changed since it was written.
 
-    The directory's config.json has a copy of the digest, so that a header that has lost its digest
-    is noticed too.
+    The header has a digest of its own entries. The directory's config.json has a copy of the
+    digest, so that a header that has lost its digest is noticed too.
+
+    Args:
+        record: The record, as a plain dict.
+        header: The checked record.
+        place: The directory of the network, or its weights file alone.
+        file: The weights file, for the error.
     """
-    noted = None
+    copied_digest = None
     if place.is_dir():
-        noted = noted_digest(place)
+        copied_digest = noted_digest(place)
     # Directories of older versions have no digest.
-    if header.digest is None and noted is None:
+    if header.digest is None and copied_digest is None:
         return
 
-    now = digest_of(record)
-    if header.digest != now or noted not in (None, now):
+    right_digest = digest_of(record)
+    if header.digest != right_digest or copied_digest not in (None, right_digest):
         raise SourceError(
             f"{file}: the header is not the one that was saved",
             "its plan, preprocessing, labels, hashes or report were changed",
@@ -239,7 +260,7 @@ def _check_digests(record: Body, header: Header, place: Path, file: Path) -> Non
 
 
 def noted_digest(folder: Path) -> str | None:
-    """Return the header's digest that the config.json of a directory holds, or None."""
+    """Return the header's digest as a directory's config.json has it, or None if it has none."""
     config = read_config(folder)
     entry = config.get(KEY) if config is not None else None
     digest = entry.get("header") if isinstance(entry, dict) else None
@@ -257,7 +278,7 @@ def read_config(folder: Path) -> Body | None:
 def is_checkpoint(place: Path) -> bool:
     """Return whether normswap wrote a directory or a weights file.
 
-    The config.json of a directory, or the header of a file, tells it.
+    The config.json of the directory, or the header of the file, has an entry `normswap`.
     """
     if place.suffix == ".safetensors" and place.is_file():
         try:
@@ -268,17 +289,19 @@ def is_checkpoint(place: Path) -> bool:
 
 
 def record_to_write(record: Mapping[str, object], file: Path) -> str:
-    """Return the text of a record that is to be saved, with its digest.
+    """Return the JSON text of a record that is to be saved in a header, with its digest.
 
     Args:
         record: The record.
-        file: The file that it will stand in, for the error.
+        file: The weights file that will have the header, for the error.
 
     Raises:
         OutputError: The record could not be read again.
     """
+    # The digest is that of the values as they will be read: by way of JSON, tuples become lists.
     plain = json.loads(json.dumps(record))
     text = json.dumps({**plain, "digest": digest_of(plain)})
+    # What could not be read again must not be written.
     try:
         _, header = _parsed(text, file)
         header.read_plan(file)

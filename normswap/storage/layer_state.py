@@ -25,12 +25,13 @@ _USUAL: dict[str, Scalar] = {"version": 1}
 
 @dataclass(frozen=True)
 class LayerState:
-    """The state of a network that is saved.
+    """All that is saved of a network's state dict.
 
     Args:
         tensors: The tensors of the state dict.
-        layers: The version, and other plain metadata, that torch gives to each layer when it loads,
-            by the layer's path. A layer whose only entry is version 1 is left out.
+        layers: The version of each layer that wrote tensors, and other plain metadata, by the
+            layer's path. torch hands them to the layer that loads the tensors. A layer whose only
+            entry is version 1 is left out.
         extra_state: The extra state of layers as JSON, by its name in the state dict.
         unsaved: The dtype of each floating-point buffer that is not saved, by its name.
     """
@@ -41,16 +42,17 @@ class LayerState:
     unsaved: dict[str, str]
 
     def record(self) -> dict[str, object]:
-        """Return the header's entries for this state.
+        """Return the entries for the header of the weights file, which holds all but the tensors.
 
         `extra_state` and `unsaved` are left out if they are empty.
         """
-        parts = {"extra_state": self.extra_state, "unsaved": self.unsaved}
-        return {"layers": self.layers, **{name: part for name, part in parts.items() if part}}
+        optional = {"extra_state": self.extra_state, "unsaved": self.unsaved}
+        non_empty = {name: entries for name, entries in optional.items() if entries}
+        return {"layers": self.layers, **non_empty}
 
 
 def of(model: nn.Module) -> LayerState:
-    """Return the state of a network that is to be saved.
+    """Return all that is to be saved of a network's state dict.
 
     Raises:
         OutputError: A tensor, or the extra state of a layer, cannot be saved.
@@ -76,11 +78,13 @@ def of(model: nn.Module) -> LayerState:
 
 
 def restore(model: nn.Module, state: StateDict, record: Header) -> None:
-    """Add the layers' versions and extra state from a file's header to its tensors, in place.
+    """Add what a file's header says of layers to the file's tensors, as torch expects it.
+
+    These are the versions of the layers (`_metadata`) and their extra state (`extras`).
 
     Args:
-        model: The network, which is not changed. If the file is of an older version, its header has
-            no versions of layers. Then the versions of this network's layers are taken.
+        model: The network, which is not changed. The header of an older file has no versions of
+            layers. Then those of this network's layers are taken.
         state: The tensors of the file, which are written to.
         record: The header of the file.
     """
@@ -112,7 +116,8 @@ def _as_json(name: str, value: object) -> str:
     try:
         text = json.dumps(value)
         same = reading.parse_json(text, finite=False) == value
-    # An object may compare as it likes; JSON has no other objects, and no loops.
+    # JSON has no objects of other classes, and no value that holds itself. A comparison may fail,
+    # too, as the user's classes decide how they compare.
     except (TypeError, ValueError, RecursionError) as error:
         text = ""
         same = False

@@ -36,7 +36,12 @@ _own_folders: set[Path] = set()
 
 
 class Claim:
-    """This process's claim on a folder in which it writes files of the given names."""
+    """A lock by which this process tells others that it is writing files in a folder.
+
+    Args:
+        folder: The folder, in which the list of names is written and locked.
+        names: The names of the files that are written.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder.resolve()
@@ -50,16 +55,16 @@ class Claim:
         os.write(self._opened, json.dumps(list(names)).encode())
 
     def end(self) -> None:
-        """Give the folder up."""
+        """Give up the lock, because this process writes no more in the folder."""
         os.close(self._opened)
         _own_folders.discard(self._folder)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder in which files were written, as far as that is possible.
+    """Remove a folder in which files were written, and ignore what cannot be removed.
 
-    The list of names is removed last. If this process is killed meanwhile, the list tells the next
-    one that the folder is normswap's.
+    The file `.normswap` in it is removed last. If this process is killed meanwhile, that file tells
+    the next one that the folder is normswap's.
     """
     for name in _entries(folder):
         path = folder / name
@@ -72,9 +77,13 @@ def remove(folder: Path) -> None:
 
 
 def old_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the old files in a folder in which files with these names are written.
+    """Return the path to which the replaced files are moved while new ones are written.
 
-    The path is `old`, with underscores behind it if one of the files is called `old`.
+    It is `old` inside `folder`, with underscores behind it if one of the files is called `old`.
+
+    Args:
+        folder: The folder in which the new files are written.
+        names: The names of the new files.
     """
     name = "old"
     while name in names:
@@ -84,11 +93,12 @@ def old_folder(folder: Path, names: Sequence[str]) -> Path:
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Yield a folder among the system's temporary ones, which is removed at the end.
+    """Yield the path of a new folder among the system's temporary ones, and remove it at the end.
 
     Folders with this prefix that killed processes of the same user have left are removed, too.
     """
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*")):
+        # Such a folder has a list of names that this user may write to. A link may lead anywhere.
         is_ours = os.access(path / _OWNER, os.W_OK) and not path.is_symlink()
         if is_ours and not _is_claimed(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -103,7 +113,13 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def is_unfinished(path: Path, file: Path) -> bool:
-    """Tell whether `file` is being written in the folder `path`, or was when a process died."""
+    """Return whether a process writes `file` in the folder `path`, or was killed while it did so.
+
+    Args:
+        path: The folder.
+        file: The file, at the path that it has when it is finished.
+    """
+    # The folder of `model.onnx` is called `.model.` and eight random characters.
     pattern = rf"\.{re.escape(file.stem)}\.[a-z0-9_]{{8}}"
     if path.parent != file.parent or not re.fullmatch(pattern, path.name):
         return False
@@ -129,6 +145,7 @@ def put_back(file: Path, *, removes: bool = False) -> None:
             removed. If not, the user is told where they are, and the command that removes them.
     """
     for folder in _abandoned(file):
+        # If the file is missing and the folder holds old files, these are put back.
         if not os.path.lexists(file) and _entries(_old(folder, file)):
             problem = _restored(file, folder)
             if problem is not None:
@@ -148,11 +165,11 @@ def put_back(file: Path, *, removes: bool = False) -> None:
 
 
 def check_not_moved_aside(file: Path) -> None:
-    """Check that `file` is not missing because a process that replaced it was killed.
+    """Raise SourceError if `file` is missing because a process that replaced it was killed.
 
     Raises:
-        SourceError: The process had moved the file to `old/`. The error has the command that puts
-            it back.
+        SourceError: The process had moved the file to `old/` in its own folder. The message has the
+            command that puts the file back.
     """
     if os.path.lexists(file):
         return
@@ -162,7 +179,7 @@ def check_not_moved_aside(file: Path) -> None:
 
 
 def _abandoned(file: Path) -> list[Path]:
-    """List the folders in which `file` was written by processes that are dead."""
+    """Return the folders in which processes wrote `file` that are no longer alive."""
     try:
         beside = sorted(file.parent.iterdir())
     except OSError:
@@ -171,7 +188,7 @@ def _abandoned(file: Path) -> list[Path]:
 
 
 def _is_claimed(folder: Path) -> bool:
-    """Tell whether a process that lives writes in a folder."""
+    """Return whether a process that is alive writes in a folder."""
     if folder.resolve() in _own_folders:
         return True
     if sys.platform == "win32":
@@ -193,10 +210,14 @@ def _is_claimed(folder: Path) -> bool:
 
 
 def _restored(file: Path, folder: Path) -> str | None:
-    """Move the old files back to their places.
+    """Move the old files, which a killed process had moved aside, back to their places.
+
+    Args:
+        file: The file that the process was writing.
+        folder: The folder in which it wrote.
 
     Returns:
-        The reason why it cannot be done, or None.
+        The reason why they cannot be moved back, or None if they were.
     """
     names = _names_of(folder, file)
     old = _old(folder, file)
@@ -226,7 +247,10 @@ def _restored(file: Path, folder: Path) -> str | None:
 
 
 def _names_of(folder: Path, file: Path) -> list[str]:
-    """Return the names of the files that are written in a folder, `file`'s own among them."""
+    """Return the names of all files that are written together with `file` in a folder.
+
+    They are read from the list in the folder. Without a readable list, only `file` is known.
+    """
     try:
         names = reading.parse_json(reading.file_text(folder / _OWNER))
     except reading.UnreadableError:
@@ -239,7 +263,7 @@ def _names_of(folder: Path, file: Path) -> list[str]:
 
 
 def _old(folder: Path, file: Path) -> Path:
-    """Return the path of the old files in the folder of a process that wrote `file`."""
+    """Return the folder to which a process that wrote `file` in `folder` moved the old files."""
     return old_folder(folder, _names_of(folder, file))
 
 
@@ -254,7 +278,7 @@ def _remedy(file: Path, folder: Path) -> str:
 
 
 def _entries(folder: Path) -> list[str]:
-    """List the names in a folder. The list is empty if the folder cannot be read."""
+    """Return the names in a folder, sorted. The list is empty if the folder cannot be read."""
     try:
         return sorted(path.name for path in folder.iterdir())
     except OSError:
@@ -262,4 +286,5 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _tell(sentence: str) -> None:
+    """Warn with a sentence that the command line prints for the user."""
     warnings.warn(sentence, LeftBehindNote, stacklevel=3)

@@ -24,14 +24,16 @@ NOT_OF_TRANSFORMERS = {
 
 
 def check_writable(place: Path, *, force: bool) -> None:
-    """Check, before any work, that a network may be written to the directory `place`.
+    """Raise OutputError, before any work is done, if a network may not be written to a directory.
 
-    With `force` only the files of a network that is there are replaced. Whatever lies beside them
-    stays.
+    Args:
+        place: The path of the directory.
+        force: Whether the files of a network that lies there are replaced. Whatever lies beside
+            these files stays.
 
     Raises:
-        OutputError: The place exists and `force` is not given, it is the directory of something
-            else, or it lies in the directory of a network.
+        OutputError: The directory exists and `force` is not given, it holds something else than a
+            network, or it lies in the directory of a network.
     """
     check_beside(place)
     put_back(place)
@@ -41,11 +43,13 @@ def check_writable(place: Path, *, force: bool) -> None:
         raise OutputError(f"{place} is a file", remedy="Name a directory")
 
     entries = [path for path in place.iterdir() if not _is_unfinished(path)]
+    # An empty directory is as good as a new one.
     if not entries:
         return
     if not force:
         remedy = f"Give another directory, or {spelled('force', True)} to replace it"
         raise OutputError(f"{place} exists", remedy=remedy)
+    # A directory with the name of one of our files could not be replaced by that file.
     directories = [path for path in entries if path.name in FILES and path.is_dir()]
     if not _is_network(place) or directories:
         raise OutputError(
@@ -55,10 +59,13 @@ def check_writable(place: Path, *, force: bool) -> None:
 
 
 def check_beside(place: Path) -> None:
-    """Check that the parent of `place` is a directory, and not one of a network.
+    """Raise OutputError if a path lies inside a file, or inside the directory of a network.
+
+    Args:
+        place: The path that is to be written.
 
     Raises:
-        OutputError: One of the parents is a file, or the directory of a network.
+        OutputError: One of the folders above `place` is a file, or the directory of a network.
     """
     for parent in place.absolute().parents:
         if parent.is_file():
@@ -86,10 +93,15 @@ def put_back(place: Path, *, removes: bool = False) -> None:
 
 
 def check_not_moved_aside(place: Path) -> None:
-    """Check that no killed process left a network's directory, or its weights, moved aside.
+    """Raise SourceError if a killed process has moved a network's directory or weights away.
+
+    A process that replaces a network moves the old one aside for a moment.
+
+    Args:
+        place: The directory of the network.
 
     Raises:
-        SourceError: One of them was moved aside. The error has the command that puts it back.
+        SourceError: One of them was moved away. The message has the command that puts it back.
     """
     left_behind.check_not_moved_aside(place)
     if place.is_dir():
@@ -97,11 +109,12 @@ def check_not_moved_aside(place: Path) -> None:
 
 
 def check_no_run(directory: Path) -> None:
-    """Check that `directory` is not the folder of a training run, where a network is needed.
+    """Raise SourceError if `directory`, which must be a network's, is that of a training run.
 
     Raises:
-        SourceError: `directory` is a run's folder. The error says where the run's networks are.
+        SourceError: It is a run's folder. The message says where the networks of the run are.
     """
+    # A run's folder has its recipe, and the best network in `best`.
     if (directory / "recipe.yaml").is_file() and (directory / "best").is_dir():
         raise SourceError(
             f"{directory} is the folder of a run",
@@ -110,6 +123,7 @@ def check_no_run(directory: Path) -> None:
 
 
 def _is_network(place: Path) -> bool:
+    """Return whether a directory holds the two files that every saved network has."""
     return (place / WEIGHTS).is_file() and (place / CONFIG).is_file()
 
 

@@ -24,7 +24,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def add_conversion(model: nn.Module, folder: Path, state: Mapping[str, Tensor] | None) -> None:
-    """Let a directory that transformers wrote hold the conversion, so that `load` opens it.
+    """Add the conversion to a directory that transformers wrote, so that `normswap.load` opens it.
 
     Args:
         model: The converted network.
@@ -35,16 +35,19 @@ def add_conversion(model: nn.Module, folder: Path, state: Mapping[str, Tensor] |
         SourceError: Weights are NaN, infinite, or missing.
         OutputError: A file cannot be written.
     """
+    # The network itself is not changed if other tensors than its own are to be saved.
     if state is not None:
         model = copying.duplicate(model, {})
         model.load_state_dict(dict(state))
 
+    # normswap writes its own directory first. Then its files are moved to that of transformers.
     with tempfile.TemporaryDirectory() as aside:
         saved = checkpoint.save(model, Path(aside) / "network")
         # config.json stays transformers' own, with normswap's entry in it.
         config = header.read_config(folder) or {}
         saved_config = header.read_config(saved) or {}
         config[header.KEY] = saved_config[header.KEY]
+        # This entry keeps transformers from opening the directory.
         config |= NOT_OF_TRANSFORMERS
 
         # The weights that transformers wrote, perhaps in several files, are replaced by one file.
