@@ -73,20 +73,31 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
         if node.target is not after:
             continue
 
-        # An `after` node has two inputs: a value that is read, and the node that wrote into its
-        # memory through another view of it. Layers that return their input's memory lead to each.
-        # A layer on the way to one of them alone would part them if it copied.
-        to_value, to_write = (_passing(traced, value) for value in inputs(node))
-        only_to_value = [step for step in to_value if step not in to_write]
-        # The value's own node, which comes first, is parted from the write as any other.
-        only_to_write = [step for step in to_write if step not in to_value]
-        for step in (*only_to_value, *only_to_write):
+        for step in _parting_steps(traced, node):
             path = str(step.target)
             if step.op == "call_module" and _copies(builder, path):
                 conflicts[path] = (
                     "what it passes on is written to later, and read under the name it had before"
                 )
     return conflicts
+
+
+def _parting_steps(traced: Traced, after_node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that would part a value from a write into its memory if they copied.
+
+    Args:
+        traced: The recorded forward.
+        after_node: A node that the recorder adds where a value is read after a write. Its two
+            inputs are the value, and the node that wrote into the value's memory through another
+            view of it.
+    """
+    # Views, and layers that return their input, lead from the memory to each of the two inputs. A
+    # step on the way to one of them alone would part them.
+    to_value, to_write = (_passing(traced, value) for value in inputs(after_node))
+    only_to_value = [step for step in to_value if step not in to_write]
+    # The value's own node, which comes first, is parted from the write as any other.
+    only_to_write = [step for step in to_write if step not in to_value]
+    return [*only_to_value, *only_to_write]
 
 
 def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:

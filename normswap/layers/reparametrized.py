@@ -215,18 +215,7 @@ def plain(module: Linearity) -> Linearity:
     """Return a float64 layer of a plain class that equals a reparametrized one in eval mode."""
     twin = copying.duplicate(module, {}).double().eval()
     weight_and_bias = _computed_tensors(twin)
-
-    # The constructors of these classes differ, so the attributes are moved to a bare instance. The
-    # hook with which torch's weight norm reads older checkpoints is left out.
-    kind = plain_class(twin)
-    new = kind.__new__(kind)
-    for name, value in vars(twin).items():
-        if name not in ("_parameters", "_buffers", "_modules", *_STALE):
-            new.__dict__[name] = value
-    children = {name: child for name, child in twin._modules.items() if name not in _STALE}
-    new.__dict__.update(
-        _parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict()
-    )
+    new = _without_tensors(twin, plain_class(twin))
 
     # Weight and bias learn if any parameter of the layer did, as they may be computed from all.
     learns = any(parameter.requires_grad for parameter in nn.Module.parameters(module))
@@ -235,6 +224,24 @@ def plain(module: Linearity) -> Linearity:
         if value is not None:
             parameter = nn.Parameter(value.detach().clone(), requires_grad=learns)
         new.register_parameter(name, parameter)
+    return new
+
+
+def _without_tensors(layer: Linearity, kind: type[Linearity]) -> Linearity:
+    """Return a layer of class `kind` with the attributes of `layer`, but without its tensors.
+
+    Attributes that only the computation of the weight needs (`_STALE`) are left out.
+    """
+    # The constructors of these classes differ, so the attributes are moved to a bare instance. The
+    # hook with which torch's weight norm reads older checkpoints is left out.
+    new = kind.__new__(kind)
+    for name, value in vars(layer).items():
+        if name not in ("_parameters", "_buffers", "_modules", *_STALE):
+            new.__dict__[name] = value
+    children = {name: child for name, child in layer._modules.items() if name not in _STALE}
+    new.__dict__.update(
+        _parameters={}, _buffers={}, _modules=children, _load_state_dict_pre_hooks=OrderedDict()
+    )
     return new
 
 

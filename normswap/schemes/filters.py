@@ -94,19 +94,9 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
     anatomy = builder.anatomy
     gates = tuple(f"{block.gate}." for block in anatomy.blocks if block.gate)
 
-    # Each convolution with its path, once, by the identity of the module.
-    convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}
-    reasons: list[str] = []
-    for node in anatomy.traced.nodes:
-        module = anatomy.traced.module(node)
-        if isinstance(module, own_forwards.CONVOLUTIONS):
-            convolutions.setdefault(id(module), (str(node.target), module))
-        elif isinstance(module, _ConvTransposeNd) and anatomy.takes_part(str(node.target)):
-            reasons.append(f"{node.target} is not standardized: it is a transposed convolution")
-
-    # A layer that is called several times has one reason.
-    reasons = list(dict.fromkeys(reasons))
-    for position, (path, module) in enumerate(convolutions.values()):
+    # `reasons` has a sentence for each layer that is not standardized.
+    convolutions, reasons = _convolutions(anatomy)
+    for position, (path, module) in enumerate(convolutions):
         if not anatomy.takes_part(path) or path.startswith(gates) or path == anatomy.classifier:
             continue
 
@@ -138,6 +128,29 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         )
 
     return builder
+
+
+def _convolutions(
+    anatomy: Anatomy,
+) -> tuple[list[tuple[str, nn.modules.conv._ConvNd]], list[str]]:
+    """Return the convolutions that forward calls, and why others cannot be standardized.
+
+    Returns:
+        The path and the module of each convolution, once, in the order of forward, and a sentence
+        for each transposed convolution that takes part.
+    """
+    # A module may be called several times, or have several paths: its first call counts.
+    convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}
+    reasons: list[str] = []
+    for node in anatomy.traced.nodes:
+        module = anatomy.traced.module(node)
+        if isinstance(module, own_forwards.CONVOLUTIONS):
+            convolutions.setdefault(id(module), (str(node.target), module))
+        elif isinstance(module, _ConvTransposeNd) and anatomy.takes_part(str(node.target)):
+            reasons.append(f"{node.target} is not standardized: it is a transposed convolution")
+
+    # A layer that is called several times has one reason.
+    return list(convolutions.values()), list(dict.fromkeys(reasons))
 
 
 def _padding(

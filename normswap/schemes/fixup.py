@@ -53,15 +53,19 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
     never_had_norms = not anatomy.norms and not anatomy.provenance.original_paths
     if never_had_norms:
         _shift_activations(builder)
-    for path, module in anatomy.traced.modules.items():
-        if (
-            builder.is_removed(path, module)
-            and anatomy.takes_part(path)
-            and _before_activation(builder, anatomy.site(path))
-        ):
-            builder.replace(path, "ScalarBias")
+    _replace_norms_before_activations(builder)
 
     return builder
+
+
+def _replace_norms_before_activations(builder: PlanBuilder) -> None:
+    """Plan a scalar bias in place of each removed norm that an activation reads."""
+    anatomy = builder.anatomy
+    for path, module in anatomy.traced.modules.items():
+        if not builder.is_removed(path, module) or not anatomy.takes_part(path):
+            continue
+        if _before_activation(builder, anatomy.site(path)):
+            builder.replace(path, "ScalarBias")
 
 
 def _place_scales(builder: PlanBuilder) -> None:

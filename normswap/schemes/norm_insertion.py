@@ -201,14 +201,7 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: PlanNorm, **args: object) -
     # The BatchNorms that the network still has.
     norms = [norm for norm in anatomy.norms if norm.is_batchnorm and norm.called]
     living = [norm.site for norm in norms if anatomy.takes_part(norm.path)]
-
-    # The norms that an earlier conversion took away, by their paths in its source.
-    present = {anatomy.original_path(norm.path) for norm in anatomy.norms}
-    lost = [
-        path
-        for path in anatomy.provenance.original_paths
-        if path not in present and anatomy.takes_part(path)
-    ]
+    lost = _lost_norms(anatomy)
 
     # Layers that took the place of a norm are not folded, since the new norm is made from them.
     unfolded = [site.path for site in living]
@@ -230,6 +223,19 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: PlanNorm, **args: object) -
     for path in lost:
         _restore(builder, path, layer, {**args, **_settings(anatomy, path)})
     return builder
+
+
+def _lost_norms(anatomy: Anatomy) -> list[str]:
+    """Return the norms that an earlier conversion took away, by their paths in its source network.
+
+    Norms that do not take part in this conversion (`only`, `skip`) are left out.
+    """
+    present = {anatomy.original_path(norm.path) for norm in anatomy.norms}
+    return [
+        path
+        for path in anatomy.provenance.original_paths
+        if path not in present and anatomy.takes_part(path)
+    ]
 
 
 def _refuse_without_statistics(anatomy: Anatomy) -> NoReturn:

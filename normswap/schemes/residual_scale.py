@@ -66,15 +66,7 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
     """
     check_blocks(anatomy)
 
-    if factor != "rule" and rule not in _WITH_NUMBER:
-        raise OptionError(
-            f"{spelled('factor', factor)} goes with {spelled('rule', ' or '.join(_WITH_NUMBER))}"
-        )
-    # Without a given factor, a rule that takes one uses its default.
-    factor_argument = {} if factor == "rule" else {"factor": float(factor)}
-
-    depth = len(anatomy.blocks)
-    factors = [RULES[rule](block, depth, **factor_argument) for block in range(1, depth + 1)]
+    factors = _factors_of_blocks(rule, factor, depth=len(anatomy.blocks))
     resets = init == "reset"
     builder = without_norms(anatomy) if resets else fold_norms(anatomy)
     scalars: list[tuple[str, float]] = []
@@ -103,6 +95,27 @@ def plan(anatomy: Anatomy, *, rule: str, factor: str | float, init: str) -> Plan
     for path, value in scalars:
         place_scale(builder, path, alpha=value, bias=False, layer="FixedScale")
     return builder
+
+
+def _factors_of_blocks(rule: str, factor: str | float, *, depth: int) -> list[tuple[float, float]]:
+    """Return the factors (a, b) that a rule gives to each of `depth` blocks, in order.
+
+    Args:
+        rule: The name of the rule, a key of `RULES`.
+        factor: The factor that some rules take. `rule` means the rule's default.
+        depth: The number of blocks.
+
+    Raises:
+        OptionError: A factor is given for a rule that takes none.
+    """
+    if factor != "rule" and rule not in _WITH_NUMBER:
+        raise OptionError(
+            f"{spelled('factor', factor)} goes with {spelled('rule', ' or '.join(_WITH_NUMBER))}"
+        )
+
+    # Without a given factor, a rule that takes one uses its default.
+    factor_argument = {} if factor == "rule" else {"factor": float(factor)}
+    return [RULES[rule](block, depth, **factor_argument) for block in range(1, depth + 1)]
 
 
 def _scale(

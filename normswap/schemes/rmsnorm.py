@@ -73,17 +73,7 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
         values += inputs(call)
 
     _add_stream(builder, values, streams)
-
-    role = next(other.role for other in builder.anatomy.norms if other.path == path)
-    # Users take the input of the last norm as features, so a note says that they lose their mean.
-    # They do not where a class token is joined with the other tokens just before the norm.
-    if (
-        role == "head"
-        and channel_axes.is_step(builder.traced, values[0])
-        and len(inputs(values[0])) == 1
-    ):
-        features = f"the features after {residual_stream.called(values[0])}"
-        builder.notes.append(f"{path} reads {features}: these lose their mean, too")
+    _note_features(builder, path, values)
 
     builder.replace(path, "RMSNorm")
     builder.settle(path, _rmsnorm_outcome())
@@ -100,6 +90,26 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
         for reader in readers:
             builder.linear(reader).add(path, AbsorbMode.BEFORE_SHIFT)
         builder.settle(path, _rmsnorm_outcome(f"its shift moves to {', '.join(readers)}"))
+
+
+def _note_features(builder: PlanBuilder, path: str, values: list[fx.Node]) -> None:
+    """Note that the network's features lose their mean, if the norm is the network's last one.
+
+    Args:
+        builder: The plan in the making, which gets the note.
+        path: The path of the norm.
+        values: The nodes of the norm's inputs, one for each call.
+    """
+    role = next(norm.role for norm in builder.anatomy.norms if norm.path == path)
+    if role != "head":
+        return
+
+    # Users take the input of the last norm as features. They do not where a class token is joined
+    # with the other tokens just before the norm.
+    value = values[0]
+    if channel_axes.is_step(builder.traced, value) and len(inputs(value)) == 1:
+        features = f"the features after {residual_stream.called(value)}"
+        builder.notes.append(f"{path} reads {features}: these lose their mean, too")
 
 
 def _add_stream(

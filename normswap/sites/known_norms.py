@@ -396,14 +396,32 @@ def _measure_roles(module: nn.Module, orders: Iterable[Sequence[str]]) -> Roles 
         except Exception:
             continue
 
-        shape = (1, -1, *(1,) * len(sizes))
-        for weight, bias, mean, variance in orders:
-            for eps in _eps_candidates(module):
-                roles = Roles(weight, bias, mean, variance, eps)
-                scale, shift = (value.view(shape) for value in roles.scale_and_shift(norm))
-                if all(is_near(y, x * scale + shift) for x, y in probes):
-                    return roles
-        return None
+        return _fitting_roles(norm, probes, orders, _eps_candidates(module))
+    return None
+
+
+def _fitting_roles(
+    norm: nn.Module,
+    probes: Sequence[tuple[Tensor, object]],
+    orders: Iterable[Sequence[str]],
+    eps_candidates: Sequence[float],
+) -> Roles | None:
+    """Return the first roles whose BatchNorm gives the outputs of a module, or None if none does.
+
+    Args:
+        norm: The module, in float64.
+        probes: Inputs (N, C, ...) of the module, each with the module's output.
+        orders: The names of gamma, beta, mean and variance, in every order that is tried.
+        eps_candidates: Every epsilon that is tried.
+    """
+    x, _ = probes[0]
+    shape = (1, -1, *(1,) * (x.ndim - 2))
+    for weight, bias, mean, variance in orders:
+        for eps in eps_candidates:
+            roles = Roles(weight, bias, mean, variance, eps)
+            scale, shift = (value.view(shape) for value in roles.scale_and_shift(norm))
+            if all(is_near(y, x * scale + shift) for x, y in probes):
+                return roles
     return None
 
 
