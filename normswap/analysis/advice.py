@@ -200,7 +200,8 @@ def elsewhere(
     Returns:
         The task in words, and the top-1 with its deviation, as text, by target.
     """
-    # The names are those of the file. The first difference that applies decides.
+    # These are the names of the tasks in the file: the usual one learns from labels in large
+    # batches, `two` has two images an update. The first difference from the usual one decides.
     task = "labels"
     if private:
         task = "private"

@@ -96,9 +96,9 @@ def nodes(file: Path) -> dict[str, int]:
     kinds = []
     # The file has a plan for each method, and a plan has chains of instructions.
     for plan in _program(file).execution_plan:
-        for step in (step for chain in plan.chains or [] for step in chain.instructions):
+        for instruction in (each for chain in plan.chains or [] for each in chain.instructions):
             # An instruction calls a delegate such as XNNPACK, or an operator, or does neither.
-            call = step.instr_args
+            call = instruction.instr_args
             if hasattr(call, "delegate_index"):
                 kinds.append(plan.delegates[call.delegate_index].id)
             elif hasattr(call, "op_index"):

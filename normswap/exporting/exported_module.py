@@ -114,7 +114,10 @@ class Shipped(nn.Module):
         return answers[0]
 
     def _cast(self, values: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return floating-point tensors in `dtype`, and all tensors as they are in float32."""
+        """Return the values with floating-point tensors in `dtype`.
+
+        Nothing is cast if the file computes in float32.
+        """
         # Even a cast to the same dtype would be a node of the graph.
         if self.dtype == torch.float32:
             return values
@@ -286,13 +289,14 @@ class FileContents:
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:
-        """The free dimensions for torch.export: the first one of all inputs.
+        """The dimensions that torch.export must leave free: the first of every input.
 
         None if the number of samples is fixed.
         """
         if not self.dynamic:
             return None
         batch: Mapping[int, object] = {0: torch.export.Dim("batch", min=1)}
+        # `Shipped.forward` takes the first input by itself, and all others as *others.
         if len(self.example) == 1:
             return (batch,)
         return (batch, (batch,) * (len(self.example) - 1))

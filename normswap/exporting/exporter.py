@@ -161,15 +161,7 @@ def export(
     if dtype in HALVES:
         network = network.in_half(HALVES[dtype])
 
-    # Collect the notes for the user. Only images have a preprocessing that may be assumed.
-    takes_images = request.imaged or not request.inputs
-    assumed = assumption(request.source) if takes_images else ""
-    notes = tuple(
-        filter(
-            None, (_dtype_note(model, dtype), _REMARKS.get(dtype), form.notes.get(dtype), assumed)
-        )
-    )
-
+    notes = _notes(model, request)
     # `how` is None unless the file is in int8.
     quantized: Body = {}
     if how:
@@ -191,12 +183,7 @@ def export(
         form.write(contents, aside, how)
         if form.runs_here:
             log("checking")
-            batches, described = request.batches(images)
-            reference = replace(request.reference(rounded), unfolded=partial(unfolded, request))
-            look = inside(request, aside, rounded)
-            figures = checks.check(
-                reference, form.open(aside), batches, dtype=dtype, described=described, inside=look
-            )
+            figures = _checked(request, aside, images, rounded)
         if figures and figures.remark:
             notes = (*notes, figures.remark)
         if quantized and figures:
@@ -225,6 +212,49 @@ def export(
         quantized=quantized or None,
         noise_only=noise_only,
         inputs=tuple(f"{entry['name']} {entry['shape']} {entry['dtype']}" for entry in named),
+    )
+
+
+def _notes(model: nn.Module | Conversion, request: ExportRequest) -> tuple[str, ...]:
+    """Return the sentences on the file that the user should read, as far as they are known already.
+
+    Args:
+        model: The network, as the user gave it.
+        request: The request for the file.
+    """
+    dtype = request.settings.dtype
+    # Only images have a preprocessing. A note says which parts of it are assumed.
+    takes_images = request.imaged or not request.inputs
+    assumed = assumption(request.source) if takes_images else ""
+    of_format = request.form.notes.get(dtype)
+    return tuple(filter(None, (_dtype_note(model, dtype), _REMARKS.get(dtype), of_format, assumed)))
+
+
+def _checked(
+    request: ExportRequest, file: Path, images: Batches | None, rounded: Shipped | None
+) -> Figures:
+    """Run a file that was just written, and return how far it is from the source.
+
+    Args:
+        request: The request that the file was written for.
+        file: The path of the file.
+        images: The user's images. With None, the file is checked on other inputs.
+        rounded: The folded network with its numbers rounded to the file's precision. None if that
+            is not half precision.
+
+    Raises:
+        VerificationError: The file computes something else than the source.
+    """
+    batches, described = request.batches(images)
+    reference = replace(request.reference(rounded), unfolded=partial(unfolded, request))
+    look = inside(request, file, rounded)
+    return checks.check(
+        reference,
+        request.form.open(file),
+        batches,
+        dtype=request.settings.dtype,
+        described=described,
+        inside=look,
     )
 
 

@@ -115,7 +115,7 @@ class Format:
         return importlib.import_module(f"normswap.exporting.{self.name}_file")
 
     def files(self, file: Path) -> tuple[Path, ...]:
-        """Return the paths of a file of this format and of its part beside it."""
+        """Return the path of a file of this format, and that of its second file if it has one."""
         if not self.part:
             return (file,)
         return (file, file.with_suffix(self.part))
@@ -428,7 +428,7 @@ def _check_paths(form: Format, file: Path, *, force: bool) -> None:
 
 
 def sidecar_of(file: Path) -> Path:
-    """Return the path of the record beside `file`, which says how to prepare an image."""
+    """Return the path of a file's sidecar, the JSON file that says how to prepare an image."""
     return file.with_name(f"{file.name}.preprocess.json")
 
 

@@ -60,6 +60,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _has_rms_norm(contents: FileContents) -> bool:
+    """Whether some norm of the network is an RMSNorm."""
     return any(site.is_rms_norm for site in sites_of(contents.network))
 
 

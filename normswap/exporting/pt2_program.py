@@ -127,6 +127,7 @@ def require_operator(target: str) -> None:
     if named is None:
         raise NotAllowedError(f"the operator {shown(target)}")
 
+    # None stands for all operators of a namespace. An unknown namespace has no allowed operators.
     namespace, name, overload = named.groups()
     allowed = _NAMESPACES.get(namespace, frozenset())
     if (allowed is not None and name not in allowed) or _RAW_MEMORY.fullmatch(name):
@@ -199,7 +200,7 @@ def _identifier(value: object) -> object:
 
 
 def _argument_name(value: object) -> object:
-    """Return an operator argument's name. It may be a word of Python, or empty."""
+    """Return the name of an operator's argument. It may be a keyword of Python, or empty."""
     if isinstance(value, str) and (not value or _IDENTIFIER.fullmatch(value)):
         return value
     raise NotAllowedError(f"the argument {shown(value)}")
@@ -220,7 +221,7 @@ def _integer(value: object) -> object:
 
 
 def _number(value: object) -> object:
-    """Return a number, which torch writes as text if it is infinite or NaN."""
+    """Return the value if it is a number, or the text that torch writes for infinity or NaN."""
     if isinstance(value, float) or value in ("Infinity", "-Infinity", "NaN"):
         return value
     return _integer(value)

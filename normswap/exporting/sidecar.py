@@ -317,25 +317,26 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
     Raises:
         SourceError: The sidecar cannot be read, or was changed since it was written.
     """
+    # Without a sidecar beside the file, the copy inside is used.
     inside = _copy_inside(noted)
-    place = sidecar_of(file)
-    if not place.exists():
+    path = sidecar_of(file)
+    if not path.exists():
         if inside:
             _check(inside, f"{file}: the sidecar in it")
         return inside
 
     try:
-        beside: Body = reading.parse_object(reading.file_text(place))
+        beside: Body = reading.parse_object(reading.file_text(path))
     except reading.UnreadableError as error:
-        raise SourceError(f"{place} cannot be read", str(error), _REMEDY) from None
-    _check(beside, str(place))
+        raise SourceError(f"{path} cannot be read", str(error), _REMEDY) from None
+    _check(beside, str(path))
 
     # Only the keys of the copy inside the file are compared. The sidecar beside the file has more
     # keys: what was measured.
     for key, value in inside.items():
         if beside.get(key) != value:
             why = f"{key} is not what {file.name} says by itself"
-            raise SourceError(f"{place} was changed", why, _REMEDY)
+            raise SourceError(f"{path} was changed", why, _REMEDY)
     return beside
 
 

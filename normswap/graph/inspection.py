@@ -364,7 +364,7 @@ class _GraphReader(NodeReader):
         return None
 
     def _drop_path(self, on_branch: list[fx.Node]) -> str | None:
-        """Return the path of the first module of the branch that drops it at random.
+        """Return the path of the branch's first DropPath (stochastic depth), or None.
 
         Args:
             on_branch: The nodes of the branch, in order.
@@ -425,8 +425,8 @@ class _GraphReader(NodeReader):
             return "post"
 
         # The fork may belong to the block, whose norm or activation then comes before skip and
-        # branch. Otherwise the fork is the end of the block before. The path of the network itself
-        # is "", and every node is inside it.
+        # branch. Otherwise the fork is the end of the block before. If the network's own forward
+        # adds (""), every node is inside, so an activation there may belong to the block before.
         inside_block = container in ("", *fork.meta["inside"])
         if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
@@ -484,7 +484,8 @@ class _GraphReader(NodeReader):
                 if self.is_norm(node) or (self.is_activation(node) and not after_linear):
                     from_norms = True
                 elif self.is_linear(node):
-                    # A module that cannot be looked into may have neither. Its width is then 0.
+                    # A module that cannot be looked into may have neither attribute, so it counts
+                    # as 0.
                     module = self.traced.module(node)
                     out_channels = getattr(module, "out_channels", 0)
                     widths.add(int(getattr(module, "out_features", out_channels)))

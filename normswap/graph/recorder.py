@@ -179,6 +179,8 @@ class Recorder(TorchFunctionMode):
             if name[0].isdigit():
                 name = f"x{name}"
             node = self._add("placeholder", name, (), {}, value)
+            # `recording` compares the paths of two records by `place`. The items of a list have the
+            # same place, so positions are left out.
             node.meta["place"] = (argument, *(key for key in keys if not key.isdigit()))
             self._set_mark(value, node)
             return value
@@ -377,7 +379,8 @@ class Recorder(TorchFunctionMode):
             mark.node = self._add("call_function", fetch, (mark.node, key), {}, tensor)
             mark.keys = tuple(later_keys)
 
-        # `overwriting.aliasing_conflicts` reads this note.
+        # A module wrote into the tensor that it was given, and forward now reads that tensor, not
+        # the module's result. `overwriting.aliasing_conflicts` reads this note.
         if mark.written:
             mark.node.meta["old_name"] = True
         # If the tensor was overwritten after its node made it, an `after` node has its value.
@@ -466,6 +469,7 @@ class Recorder(TorchFunctionMode):
             self.failed = self.failed or path
             raise
 
+        # Note that the module returns this node's value.
         if isinstance(result, Tensor) and self._is_tracked(result):
             node = self._node_of(result)
             if node is not None:
@@ -473,7 +477,10 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _is_leaf(self, module: nn.Module, path: str) -> bool:
-        """Whether a module becomes one node of the graph."""
+        """Whether a module becomes one node of the graph, without the steps inside.
+
+        A scripted module must become one. This is noted in `opaque`.
+        """
         if isinstance(module, torch.jit.ScriptModule):
             self.opaque[path] = "it is scripted, so its operations cannot be seen"
             return True
@@ -580,9 +587,12 @@ class Widening(TorchFunctionMode):
         """Run a function with its narrower tensors in float64, and widen what it makes."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # Casts are dealt with below. A tensor given as `out` must not be replaced by a copy.
         if name not in _CASTS and "out" not in kwargs:
             args, kwargs = _widened(name, args, kwargs)
         result = func(*args, **kwargs)
+
+        # Only functions that make a tensor of a dtype of their own give a narrower result.
         if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
             return result
 

@@ -190,6 +190,7 @@ def _record_given(
     pair = batches[0].first(2)
     other_sizes: list[Example] = []
     for batch in batches:
+        # The text of a call says the shapes of all its tensors.
         has_other_size = batch.images.shape[1:] != example.images.shape[1:]
         if has_other_size and str(batch) != str(example):
             other_sizes.append(batch.first(2))
@@ -211,6 +212,7 @@ def _follow_other_size(
         except TraceError:
             continue
 
+        # With the same path but other steps inside, the record tells nothing new.
         if _is_same_graph(main, second):
             main.others.append(second)
         elif _outline(main) != _outline(second):

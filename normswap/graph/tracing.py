@@ -98,7 +98,7 @@ class Traced:
 
     @functools.cached_property
     def owners(self) -> Counter[int]:
-        """The number of modules that hold a parameter, by the parameter's id."""
+        """How many modules hold each parameter, by the parameter's id."""
         distinct_modules = {id(module): module for module in self.modules.values()}
 
         counts: Counter[int] = Counter()
@@ -108,7 +108,7 @@ class Traced:
 
     @functools.cached_property
     def _attributes(self) -> dict[int, str]:
-        """The paths of the tensors that a forward reads by itself, by their ids, in order."""
+        """The paths of the tensors that forward reads without calling their module, by id."""
         paths: dict[int, str] = {}
         for node in [*self.nodes, *self.alternative_nodes]:
             if node.op == "get_attr" and self.users[node]:
@@ -391,6 +391,7 @@ class NodeReader:
         return nodes
 
     def is_norm(self, node: fx.Node) -> bool:
+        """Whether a node calls a norm."""
         site = self.traced.site_at(node)
         return site is not None and site.is_norm
 
@@ -402,6 +403,7 @@ class NodeReader:
         return isinstance(module, LINEAR) or str(node.target) in self.traced.opaque
 
     def is_activation(self, node: fx.Node) -> bool:
+        """Whether a node calls an activation, as a module or as a function."""
         module = self.traced.module(node)
         if module is None:
             return is_activation_call(node.target)
