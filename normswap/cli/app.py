@@ -172,6 +172,7 @@ def spread(run: Callable[..., int | None]) -> Callable[..., int | None]:
             options[name] = record(**values)
         return run(**options)
 
+    # typer reads the options from these two attributes.
     flattened.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     flattened.__annotations__ = {option.name: option.annotation for option in options}
     return flattened
@@ -191,6 +192,7 @@ def _option(record: type[Any], field: Field[Any], hint: object) -> inspect.Param
         field: The field.
         hint: The field's type, with typer's record of the option.
     """
+    # A dataclass of options may inherit some. The class that declares the option is looked for.
     owner = next(base for base in record.__mro__ if field.name in inspect.get_annotations(base))
     default = inspect.Parameter.empty if field.default is MISSING else field.default
     return inspect.Parameter(
@@ -233,7 +235,8 @@ def _completion(metavar: str) -> Callable[[str], list[str]] | None:
         metavar: The option's placeholder. `fit|keep` has two words; words in capitals stand for
             something else, such as a name or a number.
     """
-    # `7|8` completes to 7 and 8, and `auto|NAMES` to auto. A single word such as N does to nothing.
+    # `7|8` completes to 7 and 8, and `auto|NAMES` to auto. A single word such as N completes to
+    # nothing, unless `_COMPLETED` has a function for it, as for SCHEME.
     listed = [word for word in metavar.split("|") if not word.isupper()]
     if metavar not in _COMPLETED and not ("|" in metavar and listed):
         return None
@@ -251,6 +254,7 @@ def load(name: str) -> Clicks:
 
     Below its --help stand examples and the keys of --json.
     """
+    # Below the help, rich would take brackets for markup.
     module = importlib.import_module(f"{commands.__name__}.{name}_command")
     lines = [
         *(f"normswap {example}" for example in module.EXAMPLES),
@@ -300,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.excepthook = _print_traceback
         argv = sys.argv[1:]
 
+    # `fail` prints an error, and returns the exit code of bad input.
     arguments = list(argv)
     fail = _fail_as_json if "--json" in arguments else _fail
     if "--debug" in arguments:
@@ -322,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except NormswapError as error:
         return fail(str(error))
+    # Often it is stdout that takes no text any more.
     except OSError as error:
         abandon_stdout()
         parts = [str(part) for part in (error.filename, error.strerror) if part]
@@ -339,7 +345,8 @@ def _notes_on_stderr() -> Iterator[None]:
     """
     printed: set[str] = set()
 
-    def show(
+    # Python calls this function for each warning, with these arguments.
+    def print_note(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -353,7 +360,7 @@ def _notes_on_stderr() -> Iterator[None]:
             remark([note])
 
     # `quiet` puts the usual function back.
-    warnings.showwarning = show
+    warnings.showwarning = print_note
     yield
 
 

@@ -179,6 +179,9 @@ class Opening:
             name: A MODEL.
             device: The device to place the network on.
             runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
+
+        Raises:
+            NormswapError: The options are wrong, or the network cannot be opened.
         """
         size = None
         if self.input_size is not None:
@@ -368,8 +371,8 @@ def open_model(
         runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
         asked: The keywords of `checkpoint.open_model`.
     """
-    # Options that do not go together are refused here, before torch is imported. A directory, or a
-    # file that normswap may have written, is left out: it may know its own architecture.
+    # `kinds.parts` refuses options that do not go together, before torch is imported. A directory,
+    # or a file that normswap may have written, is left out: it may know its own architecture.
     recorded = (".safetensors", *kinds.EXPORTED)
     if not Path(name).is_dir() and Path(name).suffix.lower() not in recorded:
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
@@ -383,6 +386,7 @@ def open_model(
         from normswap.models import devices, zoo
         from normswap.storage import checkpoint, network_folder
 
+        # The folder of a training run is no network, but holds some.
         network_folder.check_no_run(Path(name))
         file = exported_file(name) if runs else None
         # An exported file takes no option that shapes a network.

@@ -133,6 +133,7 @@ def table(
     if title:
         _print(styled(title, "bold"))
 
+    # Columns without a value are left out.
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     filled = [i for i in range(len(columns)) if any(row[i] for row in cells)]
     for i in filled:
@@ -360,6 +361,7 @@ def verdict(report: Body, *, can_fit: bool = False) -> str:
         report: The report of a conversion or comparison.
         can_fit: Whether the scheme can fit its values to images. The sentence then proposes it.
     """
+    # A conversion that claims to be exact is proved or not. The last measurement is named.
     if report["exact"]:
         last = report["logits"][-1]
         precision = last["precision"]
@@ -372,6 +374,7 @@ def verdict(report: Body, *, can_fit: bool = False) -> str:
             beginning = "PROVED, kept exactly"
         return f"{beginning}: {measured}, {allowed}"
 
+    # Another conversion is measured on held-out images, if there are any.
     if report.get("kept"):
         return f"MEASURED: {report['kept']['said']}"
     if report["unmeasured"]:

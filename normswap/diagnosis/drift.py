@@ -486,6 +486,7 @@ def contradicted(case: Case) -> Iterator[Finding | str]:
         f"the running means of {count_text(sites, case.predicted)} contradict the weights before"
         f" them: {float(distances.median()):.1f} deviations off in the median channel"
     )
+    # Statistics of other weights are no fault if training froze them and went on.
     if case.of_other_weights and _may_be_frozen(case):
         yield frozen_or_stale(case, evidence)
         return

@@ -468,6 +468,7 @@ class Teacher(nn.Module):
         ratio = torch.tensor(of_student["std"]) / teacher_std
         mean_difference = torch.tensor(of_student["mean"]) - torch.tensor(of_teacher["mean"])
         shift = mean_difference / teacher_std
+        # If both preprocess alike, images are passed on as they are, without rounding errors.
         same_mean = of_student["mean"] == of_teacher["mean"]
         self.same = same_mean and of_student["std"] == of_teacher["std"]
         self.register_buffer("ratio", ratio.view(1, -1, 1, 1))

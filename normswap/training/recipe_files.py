@@ -74,6 +74,7 @@ def load_recipe(name_or_file: str | Path, overrides: Sequence[str] = ()) -> Reci
         RecipeError: The recipe is not found or not YAML, or has an unknown key, a wrong type or a
             value out of range. The message names key and file.
     """
+    # A bare name that is neither a shipped recipe nor a file counts as a wrong name of a recipe.
     path = Path(name_or_file)
     is_bare_name = path.suffix not in _SUFFIXES and path.name == str(name_or_file)
     if is_bare_name and (path.name in names() or not path.is_file()):
@@ -107,7 +108,7 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         # NaN and infinity pass here: pydantic refuses them, in a message that names the key.
         reading.check_plain(tree, finite=False)
-        # Strict validation takes neither true nor "1" for 1.
+        # Strict validation takes neither true nor "1" for 1. JSON has no dates, so they become text.
         recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
         # The arguments of optimizers and schemes are not typed, so pydantic lets NaN pass in them.
         reading.check_plain(tree)

@@ -231,7 +231,7 @@ class TrainingImages:
     """
 
     def __init__(self, model: Body, data: DataPart, seed: int, *, labelled: bool) -> None:
-        self.place = places(data)[0]
+        self.place, _ = places(data)
         self.data = data
         self.seed = seed
         self.labelled = labelled
@@ -264,6 +264,7 @@ class TrainingImages:
             last: The update before which the batches end.
             pin: Whether the batches lie in memory from which a GPU copies without waiting.
         """
+        # Reading processes hand images over by a socket in the folder for temporary files.
         datasets.check_temporary_folder(self.data.workers)
         order = Order(
             len(self.images),
@@ -274,6 +275,7 @@ class TrainingImages:
             last,
             repeats=self.data.augment.repeats,
         )
+        # The loader draws a seed when it starts, which torch's own generator would give otherwise.
         loader: DataLoader[object] = DataLoader(
             self.images,
             batch_sampler=order,
@@ -326,7 +328,7 @@ def validation(
 
 
 def held_out(model: Body, data: DataPart, images: TrainingImages) -> datasets.Loader:
-    """Return inputs on which networks are compared by their loss, where no accuracy is measured.
+    """Return inputs on which networks are compared by their loss, if no accuracy is measured.
 
     The inputs are validation images if there are any. Otherwise a tenth of the training images, at
     most `_MOST_HELD_OUT`, is taken out of training. If too few would be left for a batch, none is
@@ -337,6 +339,7 @@ def held_out(model: Body, data: DataPart, images: TrainingImages) -> datasets.Lo
         data: The recipe's part on images.
         images: The training images, whose rows are changed in place.
     """
+    # The numbers of the images that are trained on.
     rows = images.images.rows
     _, place = places(data)
     if place is not None:

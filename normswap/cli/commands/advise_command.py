@@ -90,6 +90,7 @@ def run(
             "--data cannot go with --deploy", "trials train, and what only runs does not"
         )
 
+    # Ask which targets the network admits, and in which order known results put them.
     net = opening.open(model)
     from normswap.analysis.advice import READY, advise, elsewhere
     from normswap.surgery.network import Network
@@ -106,6 +107,7 @@ def run(
             data=trying.data or "DATA",
         )
 
+    # Trials on images put the targets in a new order.
     measured: Body | None = None
     next_command: list[str] = []
     if trying.data is not None:
@@ -238,7 +240,8 @@ def _print(body: Body) -> None:
     if any(target["scheme"] == "groupnorm" for target in targets):
         facts(("ready", body["ready"]))
 
-    # A network that is kept as it is needs no command.
+    # If the best target is the network as it is, no command is run for it. The commands for others
+    # are listed behind the word `or`.
     label = "run" if targets[0]["command"] else "or"
     listing(label, (target["command"] for target in targets if target["command"]))
 

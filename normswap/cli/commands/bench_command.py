@@ -55,22 +55,23 @@ def run(
     """
     batch_sizes = _batch_sizes(batch_size)
 
+    # Open all that is timed, and time it at each batch size, on the same noise.
     with working(f"opening {model}") as progress:
         import torch
 
         from normswap.benchmarking import timing
         from normswap.models import devices
 
-        found = devices.find(device)
+        torch_device = devices.find(device)
         threads = torch.get_num_threads()
-        contenders, image_size, notes = _contenders(model, files or [], opening, found)
+        contenders, image_size, notes = _contenders(model, files or [], opening, torch_device)
         rows = []
         for batch in batch_sizes:
             images = torch.randn(batch, *image_size, generator=torch.Generator().manual_seed(0))
             rows += timing.run(
                 contenders,
                 images,
-                device=found,
+                device=torch_device,
                 threads=threads,
                 seconds=seconds,
                 progress=progress,

@@ -40,6 +40,7 @@ def run(
 
     from normswap.analysis.weight_decay import POLICIES, by_role, roles
 
+    # A policy that is no name lists the roles whose parameters decay: weight,gamma_last
     assignments = roles(net, policy if policy in POLICIES else policy.split(","))
     body = {
         "source": model,

@@ -115,6 +115,7 @@ def run(
         sources.append(opening.state(open_model(name, device=images.device)))
     loader = images.loader(net, seed=seed, labelled=False)
 
+    # Images are named with their number and batch size, because the plan records them.
     with bar("estimating statistics") as progress:
         recalibrated = recalibrate(
             net,

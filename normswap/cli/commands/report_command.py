@@ -41,6 +41,7 @@ def run(
     are evaluated, and the signal is measured on those images.
     """
     require_packages("the report", ("matplotlib", "jinja2"), "plots")
+    # Check the place of the page before anything is measured.
     file = output or Path(f"{directory.resolve().name}.html")
     network_folder.check_beside(file)
     atomic_write.check_writable(file, force=force)
