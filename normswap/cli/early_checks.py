@@ -28,7 +28,7 @@ _REGISTERED = re.compile(r"^@register_model\s+def (\w+)\(|^    ['\"](\w+)['\"]: 
 
 
 def check(options: Mapping[str, object]) -> None:
-    """Check the options of a command.
+    """Refuse options that name a file, a directory or a model that surely does not exist.
 
     Args:
         options: The values of all options and arguments, by their name in Python.
@@ -106,6 +106,7 @@ def _timm_names() -> set[str]:
         return set()
 
     names: set[str] = set()
+    # Each match has one of the two names, and an empty text for the other.
     folder = Path(spec.submodule_search_locations[0]) / "models"
     for file in folder.glob("*.py"):
         for registered, deprecated in _REGISTERED.findall(file.read_text(encoding="utf-8")):

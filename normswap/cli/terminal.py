@@ -60,7 +60,7 @@ def styled(text: str, style: str = "") -> Text:
 
 
 def open_standard_streams() -> None:
-    """Connect stdin, stdout and stderr with nothing where they were closed by whoever started us.
+    """Connect stdin, stdout and stderr with os.devnull if this process was started without them.
 
     Otherwise the next file that is opened gets the number of stdout, and what a library prints is
     written into it.
@@ -83,7 +83,7 @@ def open_standard_streams() -> None:
 
 
 def abandon_stdout() -> None:
-    """Connect stdout with nothing where it takes nothing any more (disk full, pipe closed).
+    """Connect stdout with os.devnull if it takes no text any more (disk full, pipe closed).
 
     The interpreter would fail on it again when it ends.
     """

@@ -108,7 +108,7 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
     try:
         # NaN and infinity pass here: pydantic refuses them, in a message that names the key.
         reading.check_plain(tree, finite=False)
-        # Strict validation takes neither true nor "1" for 1. JSON has no dates, so they become text.
+        # Strict validation takes neither true nor "1" for 1. A date, which YAML has, becomes text.
         recipe = Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
         # The arguments of optimizers and schemes are not typed, so pydantic lets NaN pass in them.
         reading.check_plain(tree)

@@ -182,6 +182,7 @@ class Folder:
             )
             if path.is_symlink() or not (is_of_a_run or is_unfinished):
                 return name
+        # Each entry may be a run's. What is inside, and which entries are missing, may show more.
         return self._out_of_order(names) or self._foreign_state() or self._later_row()
 
     def _out_of_order(self, names: set[str]) -> str | None:
@@ -317,6 +318,7 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     keys = recipe_files.flat(recipe)
     for key in _FREE_KEYS:
         keys.pop(key, None)
+    # An error may read: the network's hash was '1f...', is '2e...'
     hashes = {
         "the network's hash": hash_tensors(state_tensors(model)),
         "its plan's": provenance.of(model).plan.digest,

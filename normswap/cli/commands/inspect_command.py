@@ -99,6 +99,7 @@ def _looks(block: Body) -> tuple[object, ...]:
 
 def _norm_rows(norms: Sequence[Body]) -> Iterator[Sequence[object]]:
     """Yield the rows of the norms' table."""
+    # Mean and deviation of a norm's output are beta and |gamma|.
     for norm in norms:
         folding = norm["folding"]
         if norm["refused"]:

@@ -85,6 +85,7 @@ def run(
     on, and BatchNorms take the statistics of the batch, as in the paper's plots (Brock et al.
     2021).
     """
+    # The name of the picture is checked before anything is measured.
     if output is not None:
         plots.format_of(output)
         atomic_write.check_writable(output, force=force)

@@ -262,6 +262,7 @@ def _of_file(
         )
 
     source = opening.open(against, device=images.device)
+    # This call raises an error if the file cannot have been made from such a network.
     file.request(source)
     loader = None if images.data is None else images.loader(source, labelled=None)
     with working("comparing"):
