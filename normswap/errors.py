@@ -240,7 +240,7 @@ class SourceError(NormswapError):
 
 
 class TraceError(NormswapError):
-    """The model does not run on the example, or something in its forward cannot be seen."""
+    """The model does not run on the example, or its forward does what cannot be recorded."""
 
 
 class PlanError(NormswapError):
@@ -248,7 +248,7 @@ class PlanError(NormswapError):
 
 
 class OptionError(NormswapError):
-    """An option is unknown or out of range for the scheme."""
+    """An option is unknown, or its value is not allowed."""
 
 
 class RecipeError(NormswapError):
@@ -260,7 +260,7 @@ class RefusedError(NormswapError):
 
 
 class VerificationError(NormswapError):
-    """The result does not compute what the source computes."""
+    """It cannot be shown that the result of a conversion computes what its source computes."""
 
 
 class WrongResultError(VerificationError):

@@ -266,9 +266,10 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of the canonical JSON without the outcomes.
+        """The SHA-256 of the plan's JSON with sorted keys.
 
-        Two plans with the same digest do the same thing.
+        The outcomes, which are only shown to people, are left out. So two plans with the same
+        digest do the same thing.
         """
         body = self._body()
         for step in body["steps"]:
@@ -291,7 +292,10 @@ class Plan:
 
     @staticmethod
     def from_file(file: Path) -> Plan:
-        """Return the plan in a file.
+        """Return the plan that a JSON file holds.
+
+        Args:
+            file: The path of the file.
 
         Raises:
             PlanError: The file cannot be read, or is no plan.
@@ -375,7 +379,7 @@ def _check_counts(steps: tuple[Step, ...], origin: str) -> None:
 
 @dataclass(frozen=True)
 class _PlanFile(_Record):
-    """A plan as it is stored."""
+    """The JSON of a plan, as `to_json` writes it."""
 
     version: int
     steps: tuple[Step, ...]

@@ -65,8 +65,8 @@ def file_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise UnreadableError(error.strerror or str(error)) from None
+    # A path may hold a NUL character.
     except ValueError as error:
-        # A path with a NUL character.
         raise UnreadableError(str(error)) from None
 
 
@@ -99,6 +99,7 @@ def parse_json(text: str, *, finite: bool = True) -> object:
     if len(text) > MOST_BYTES:
         raise UnreadableError(f"it has more than {MOST_BYTES} characters")
 
+    # The two functions refuse a number of too many digits, and a key that an object has twice.
     try:
         tree = json.loads(text, parse_int=_whole_number, object_pairs_hook=_object_of_pairs)
     except RecursionError:
@@ -146,6 +147,7 @@ def parse_yaml(text: str) -> object:
         tree: object = YAML(typ="safe", pure=True).load(text)
     except UnreadableError:
         raise
+    # The error may know where in the text the problem is.
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
@@ -264,9 +266,9 @@ def _check_key(key: object, place: _Place) -> None:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text has no half of a character (a lone surrogate).
+    """Return whether a text can be written in UTF-8.
 
-    No terminal or file can show half a character.
+    A text with a lone surrogate, which is half a character, can not.
     """
     if text.isascii():
         return True

@@ -128,6 +128,7 @@ def _batch(tensor: Tensor, name: str, dimensions: int, dtype: str, file: Path) -
     except RuntimeError as error:
         raise SourceError(f"{file} cannot be read", first_line(error)) from None
 
+    # A single sample gets a batch dimension.
     if samples.ndim == dimensions:
         samples = samples[None]
     if samples.ndim != dimensions + 1:

@@ -192,6 +192,7 @@ def _bounded(arch: str) -> Iterator[None]:
             why = f"its numbers are more than this machine's memory of {memory / 2**30:.0f} GB"
             raise TooLargeError(f"{arch} cannot be built", why, "Check its arguments")
 
+    # torch calls these hooks whenever any module or parameter becomes part of a module.
     handles = [
         module_hooks.register_module_module_registration_hook(count_module),
         module_hooks.register_module_parameter_registration_hook(count_bytes),
@@ -325,7 +326,11 @@ def rebuilds(build: Callable[[], nn.Module], model: nn.Module) -> bool:
 
 
 def _blueprint(model: nn.Module) -> tuple[object, ...]:
-    """Return the classes and settings of a network's layers, and the shapes of its tensors."""
+    """Return what makes up a network's architecture, to be compared with that of another network.
+
+    The result is a pair: path, class and settings of each module, and name and shape of each tensor
+    in the state dict.
+    """
     # torch gives each parametrized layer a new class, so the class that it had before is compared.
     kind = parametrize.type_before_parametrizations
     layers = tuple(

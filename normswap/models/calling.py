@@ -282,7 +282,10 @@ class Example:
 
 
 def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
-    """Return whether a list holds single images, or records of images, and no labels."""
+    """Return whether a batch is a list of images (C, H, W), or of dicts with an image each.
+
+    Such a list is the argument of a network that takes a list. It holds no labels.
+    """
     if not isinstance(batch, list):
         return False
     are_images = all(isinstance(entry, Tensor) and entry.ndim == 3 for entry in batch)
@@ -422,17 +425,19 @@ def anchor(model: nn.Module) -> Tensor:
     gets an empty tensor.
     """
     for kind in ("_parameters", "_buffers"):
-        firsts: dict[torch.dtype, Tensor] = {}
+        # The first tensor of each dtype, and how many numbers have the dtype.
+        first_of_dtype: dict[torch.dtype, Tensor] = {}
         numbers: Counter[torch.dtype] = Counter()
         for module in nn.Module.modules(model):
             for tensor in getattr(module, kind).values():
                 if tensor is not None and tensor.is_floating_point():
-                    firsts.setdefault(tensor.dtype, tensor)
-                    # A lazy parameter has no shape yet.
+                    first_of_dtype.setdefault(tensor.dtype, tensor)
+                    # A lazy parameter has no shape yet. It counts as one number, as an empty one
+                    # does.
                     numbers[tensor.dtype] += 1 if is_lazy(tensor) else max(tensor.numel(), 1)
-        if firsts:
+        if first_of_dtype:
             [(most_common_dtype, _)] = numbers.most_common(1)
-            return firsts[most_common_dtype]
+            return first_of_dtype[most_common_dtype]
     return torch.empty(0)
 
 

@@ -41,6 +41,7 @@ def build(name: str, request: BuildRequest) -> Built:
     if request.num_classes is not None:
         preprocessing["num_classes"] = request.num_classes
 
+    # The factory has loaded the trained weights itself, if there are any.
     def pretrained() -> nn.Module:
         check_network(model, f"what {name} gives")
         return model

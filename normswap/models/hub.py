@@ -194,6 +194,7 @@ def _check_undamaged(file: Path, etag: str, repo: str) -> None:
     if etag in hashes:
         return
 
+    # In most caches the file is a link to a file with the bytes. Both are removed.
     content_file = file.resolve()
     file.unlink()
     content_file.unlink(missing_ok=True)
@@ -241,11 +242,11 @@ def _explained(error: Exception, repo: str) -> SourceError:
 
 
 def read_json(file: Path, origin: str) -> Cfg:
-    """Return the object that a JSON file holds.
+    """Return the JSON object that a file holds, as a dict.
 
     Args:
         file: The file.
-        origin: The name of the file's place in errors.
+        origin: The name of the file's repository or directory in errors.
 
     Raises:
         SourceError: The file cannot be read, or holds something else.
@@ -264,7 +265,8 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
 
     Args:
         file: The config.json.
-        origin: The name of the file's place in errors.
+        origin: The name of the file's repository or directory in errors, such as
+            `hf-hub:owner/name`.
 
     Returns:
         A triple: the name of the architecture, its arguments, and the record of weights and images
@@ -276,6 +278,7 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
     config = read_json(file, origin)
     if not isinstance(config.get("architecture"), str):
         remedy = "Is it a timm model?"
+        # A network of transformers is named `hf:owner/name`, or `hf:DIR`.
         if "model_type" in config:
             remedy = f"It is a transformers model: name it hf:{origin.partition(':')[2] or origin}"
         raise SourceError(f"{origin}: config.json names no timm 'architecture'", remedy=remedy)
@@ -295,7 +298,7 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
 
 
 def own_cfg(model: nn.Module) -> Cfg:
-    """Return timm's record of the weights that the network carries. Empty if it has none."""
+    """Return the record of weights and images that timm has put on a network, or an empty dict."""
     cfg: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     if not isinstance(cfg, Mapping):
         return {}

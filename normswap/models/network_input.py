@@ -76,6 +76,8 @@ def check_values(model: nn.Module) -> None:
             raise SourceError(f"{name} holds NaN or infinite numbers", remedy=remedy)
 
     for path, module in nn.Module.named_modules(model):
+        # torch's quantized layers are told by the name of their base class, so that the class need
+        # not be imported.
         if any(base.__name__ == _QUANTIZED for base in type(module).__mro__):
             what = f"{path}: {type(module).__name__} is quantized".removeprefix(": ")
             raise SourceError(
@@ -138,7 +140,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    """Return the network that a wrapper holds; None if the module is no wrapper."""
+    """Return the network inside a wrapper such as DDP, or None if the module is no wrapper."""
     names = {base.__name__ for base in type(model).__mro__}
     for name, attribute in _WRAPPERS.items():
         if name in names:
@@ -172,6 +174,7 @@ def require_module(model: object) -> nn.Module:
             remedy="Call it inside `with torch.device('cpu'):`; the network may be on any device",
         )
 
+    # A result, such as that of a conversion, has the network as its attribute `model`.
     if not isinstance(model, nn.Module):
         model = getattr(model, "model", model)
     if isinstance(model, torch.jit.ScriptModule):
@@ -197,7 +200,7 @@ def require_module(model: object) -> nn.Module:
 
 
 def require_size(size: object) -> None:
-    """Raise OptionError unless `size` is None or the size of one input, without a batch."""
+    """Raise OptionError unless `size` is None, or a size without a batch, such as (3, 224, 224)."""
     if size is None:
         return
 
@@ -318,16 +321,17 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
     if not stated:
         return None
 
+    # A whole number may be an index into any embedding of the network.
     generator = torch.Generator().manual_seed(seed)
     embeddings = [each for each in nn.Module.modules(model) if isinstance(each, nn.Embedding)]
-    rows = min((each.num_embeddings for each in embeddings), default=2)
+    fewest_rows = min((each.num_embeddings for each in embeddings), default=2)
     values: dict[str, object] = {}
     for name, (shape, dtype) in stated.items():
         if dtype == "float32":
             values[name] = torch.randn(batch, *shape, generator=generator)
         else:
-            whole = torch.randint(rows, (batch, *shape), generator=generator)
-            values[name] = whole.to(getattr(torch, dtype))
+            whole_numbers = torch.randint(fewest_rows, (batch, *shape), generator=generator)
+            values[name] = whole_numbers.to(getattr(torch, dtype))
     return DrawnCalls([Example((), values).like(model)])
 
 
@@ -383,7 +387,10 @@ def small(size: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def candidates(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the sizes of one input that may be right, the likeliest first."""
+    """Return the sizes of one input that the network may take, the likeliest first.
+
+    A size is (C, H, W) for an image, or (C,) for a row of features.
+    """
     stated = stated_size(model)
     # The size that the first layer takes. A linear layer says only its number of features.
     first = _first_layer(model)

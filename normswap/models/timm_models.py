@@ -97,6 +97,7 @@ def build(name: str, request: BuildRequest) -> Built:
     Raises:
         SourceError: The network cannot be found, read or built.
     """
+    # Each kind of place gets a function that finds files in it.
     prefix, _, place = name.partition(":")
     arguments = request.arguments()
     if prefix in ("hf-hub", "hf_hub"):
@@ -146,15 +147,17 @@ def _untagged(cfg: Cfg, arguments: Cfg) -> Arch:
         cfg: timm's record of the weights.
         arguments: The user's arguments. They replace those that the tag implies.
     """
+    # Compare the record of the weights with timm's record for the name without a tag.
     name = cfg["architecture"]
-    usual = {**_USUAL, **_registered(name)}
+    untagged = {**_USUAL, **_registered(name)}
     implied: Cfg = {}
-    if cfg["num_classes"] != usual["num_classes"]:
+    if cfg["num_classes"] != untagged["num_classes"]:
         implied["num_classes"] = cfg["num_classes"]
-    if cfg["input_size"][0] != usual["input_size"][0]:
+    if cfg["input_size"][0] != untagged["input_size"][0]:
         implied["in_chans"] = cfg["input_size"][0]
+    # Only a network of a fixed size is built for the size of its images.
     sides = list(cfg["input_size"][1:])
-    if cfg.get("fixed_input_size") and sides != list(usual["input_size"][1:]):
+    if cfg.get("fixed_input_size") and sides != list(untagged["input_size"][1:]):
         implied["img_size"] = sides
     return Arch(name, {**implied, **arguments})
 

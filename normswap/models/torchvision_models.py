@@ -145,7 +145,7 @@ def _download(member: models.WeightsEnum, source: str) -> State:
 
     Args:
         member: torchvision's record of the weights.
-        source: The name of the MODEL, for messages.
+        source: The name of the network and its weights, for messages.
 
     Raises:
         SourceError: The download fails, or the file is damaged.
@@ -217,6 +217,7 @@ def _preprocessing(member: models.WeightsEnum | None) -> Cfg:
     preprocessing: Cfg = {
         name: list(getattr(preset, name)) for name in ("mean", "std") if hasattr(preset, name)
     }
+    # Only the presets of classifiers state how an image is resized and cropped.
     if not isinstance(preset, presets.ImageClassification):
         return preprocessing
 

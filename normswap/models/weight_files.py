@@ -82,7 +82,10 @@ class StateDict(State):
 
 
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over the sorted names, dtypes, shapes and each tensor's own SHA-256."""
+    """Return one hash (SHA-256) over the names, dtypes, shapes and values of all tensors.
+
+    The order of the tensors does not count.
+    """
     whole, _ = hash_all(state)
     return whole
 
@@ -97,7 +100,7 @@ def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def hash_all(state: Mapping[str, Tensor]) -> tuple[str, dict[str, str]]:
-    """Return the results of `hash_tensors` and `hash_each`. The values are read only once."""
+    """Return the results of both `hash_tensors` and `hash_each`, but read the values only once."""
     descriptions = _descriptions(state)
     hashes = {
         name: hashlib.sha256(description).hexdigest()[:16]
@@ -122,8 +125,8 @@ def _descriptions(state: Mapping[str, Tensor]) -> dict[str, bytes]:
 
     descriptions: dict[str, bytes] = {}
     for name, tensor, own_hash in zip(names, tensors, hashes, strict=True):
-        kind = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|"
-        descriptions[name] = kind.encode() + own_hash
+        header = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|"
+        descriptions[name] = header.encode() + own_hash
     return descriptions
 
 
@@ -137,10 +140,11 @@ def _hash_of_values(tensor: Tensor) -> bytes:
 
 
 def read(file: Path) -> StateDict:
-    """Return the state dict in a weights file, by clean names. No code in the file is run.
+    """Return the state dict in a weights file. No code in the file is run.
 
-    A warning names what the file holds beside these tensors. Numbers are not checked for NaN here:
-    `load_into` checks them, because it knows which tensors are parameters.
+    Parts that torch.compile and other wrappers put into names are taken out. If the file holds
+    several state dicts, a warning names those that are not returned. Numbers are not checked for
+    NaN here: `load_into` checks them, because it knows which tensors are parameters.
 
     Args:
         file: A safetensors file, or one that `torch.save` wrote.
@@ -162,7 +166,7 @@ def read(file: Path) -> StateDict:
 
 
 def _content(file: Path) -> object:
-    """Return the content of a weights file.
+    """Return what a weights file holds, as safetensors or torch reads it.
 
     Raises:
         SourceError: The file cannot be read. The message gives the reason and what to do.
@@ -220,7 +224,7 @@ def _check_no_text(file: Path) -> None:
 
 
 def _check_plain_tensor(name: str, tensor: Tensor, file: Path) -> None:
-    """Raise SourceError for a tensor that is no array of numbers in memory."""
+    """Raise SourceError for a tensor that is sparse, quantized, nested, or has no values."""
     remedy = "Save what it was made from: plain tensors of numbers."
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
         raise SourceError(f"{file} holds a sparse or quantized tensor", name, remedy)
@@ -276,12 +280,15 @@ def _unwrapped(content: object, file: Path) -> StateDict:
 
 
 def _without_wrappers(name: str) -> str:
-    """Return the path of a layer or tensor without the parts that wrappers put into it."""
+    """Return the path of a layer or tensor without the parts that wrappers put into it.
+
+    Such as `conv1.weight` for `_orig_mod.conv1.weight`.
+    """
     return ".".join(attribute for attribute in name.split(".") if attribute not in _INSIDE)
 
 
 def _is_extra(name: str) -> bool:
-    """Return whether a state dict has the extra state of a layer under this name."""
+    """Return whether a name in a state dict is that of a layer's extra state: `*._extra_state`."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
@@ -529,7 +536,7 @@ def _loads_older_names(model: nn.Module, state: StateDict) -> bool:
 
 
 def _note_halves(state: State, bare: State, origin: str) -> None:
-    """Warn that numbers of 16 bits become float32.
+    """Warn if numbers of 16 bits in the file become float32 in the network.
 
     Args:
         state: The file's tensors by name.

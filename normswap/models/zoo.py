@@ -103,6 +103,7 @@ def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
         with torch.device("meta"):
             built = build()
         model = network(built)
+        # If the state dict holds each of the network's tensors once, no zero stays.
         if _count_of_tensors(model) == len(copying.state_tensors(model)):
             model._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
             return built

@@ -73,8 +73,10 @@ def open_model(
     Raises:
         SourceError: The source cannot be found, read or understood.
     """
+    # A process that was killed may have moved the network away. Then an error says where it is.
     folder = Path(source.removeprefix("local-dir:"))
     network_folder.check_not_moved_aside(folder)
+
     saved, weights, rest = _saved_network(source, asked)
     if saved is None:
         model = zoo.open_source(source, trust_factory=named or trust_factory, **asked)
@@ -82,6 +84,7 @@ def open_model(
         zoo.check_unasked(str(saved), rest)
         model = load(saved, trust_factory=trust_factory, weights=weights)
 
+    # Write down what inputs the network takes, if the user says it.
     if inputs:
         model = zoo.for_inputs(model, inputs)
     if input_size is None:
@@ -585,6 +588,7 @@ def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor], unsaved: Mapping
             for name, tensor in tensors.items():
                 if tensor is None or not tensor.is_floating_point():
                     continue
+                # A buffer that is not saved has its dtype in the header.
                 full_name = dotted(path, name)
                 dtype = tensor.dtype
                 if full_name in state:

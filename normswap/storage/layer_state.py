@@ -99,7 +99,7 @@ def restore(model: nn.Module, state: StateDict, record: Header) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
-    """Raise OutputError for a tensor that is no array of plain numbers."""
+    """Raise OutputError for a tensor that is sparse, quantized, nested or of a class of its own."""
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     if not is_plain or is_traceable_wrapper_subclass(tensor):
         why = f"{name} is sparse, quantized or of another kind: {type(tensor).__name__}"
@@ -134,7 +134,7 @@ def _as_json(name: str, value: object) -> str:
 
 
 def _unsaved(model: nn.Module, saved: dict[str, Tensor]) -> dict[str, str]:
-    """Return the dtype of each floating-point buffer that the state dict leaves out."""
+    """Return, by its name, the dtype of each floating-point buffer that is not in the state dict."""
     unsaved: dict[str, str] = {}
     for path, module in copying.tree(model).items():
         for name, buffer in module._buffers.items():

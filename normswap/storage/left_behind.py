@@ -194,6 +194,8 @@ def _is_claimed(folder: Path) -> bool:
     if sys.platform == "win32":
         return False
 
+    # Without the list of names there is no lock. The flags keep `open` from following a link, and
+    # from waiting for a pipe.
     try:
         opened = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -219,6 +221,7 @@ def _restored(file: Path, folder: Path) -> str | None:
     Returns:
         The reason why they cannot be moved back, or None if they were.
     """
+    # All new files, and those old files that the process had moved away.
     names = _names_of(folder, file)
     old = _old(folder, file)
     moved_away = _entries(old)
