@@ -134,7 +134,7 @@ def _as_json(name: str, value: object) -> str:
 
 
 def _unsaved(model: nn.Module, saved: dict[str, Tensor]) -> dict[str, str]:
-    """Return, by its name, the dtype of each floating-point buffer that is not in the state dict."""
+    """Return, by its name, the dtype of each floating-point buffer that is not saved."""
     unsaved: dict[str, str] = {}
     for path, module in copying.tree(model).items():
         for name, buffer in module._buffers.items():
