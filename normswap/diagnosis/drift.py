@@ -526,7 +526,7 @@ def _may_be_frozen(case: Case) -> bool:
     if case.images is not None:
         return tells_images_apart(case)
 
-    model = copying.duplicate(case.model, {})
+    model = copying.duplicate(case.model, memo={})
     norms = {site.path: model.get_submodule(site.path) for site in case.sites}
     try:
         moments = channel_moments.measure(model, norms, case.network.examples[:1]).moments

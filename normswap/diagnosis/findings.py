@@ -191,7 +191,7 @@ class Case:
         example, which is noise. A norm whose input cannot be measured is left out.
         """
         examples = self.network.examples[:1] if self.images is None else self.images.calls
-        model = copying.duplicate(self.model, {})
+        model = copying.duplicate(self.model, memo={})
         norms = {site.path: model.get_submodule(site.path) for site in self.sites}
         try:
             moments = channel_moments.measure(model, norms, examples).moments
@@ -234,7 +234,7 @@ class Case:
 
     def renewed(self, calls: Sequence[Example]) -> nn.Module:
         """Return a copy of the network whose norms have the statistics of these calls."""
-        model = copying.duplicate(self.model, {})
+        model = copying.duplicate(self.model, memo={})
         population.estimate_population(model, calls)
         return model
 
@@ -282,6 +282,7 @@ class Case:
         Args:
             bare: The newly built network, which is changed in place.
         """
+        # A class may have a method `named_modules` of its own, so torch's is called.
         modules_here = dict(nn.Module.named_modules(self.model))
         for path, norm in nn.Module.named_modules(bare):
             if site_of(norm).is_batchnorm and path in modules_here:
@@ -376,7 +377,8 @@ def python_line(case: Case, sites: Sequence[StoredNorm], statement: str) -> str:
     if len(sites) == 1:
         return statement.replace("norm", f"model.get_submodule({sites[0].path!r})", 1)
 
-    # The norms need not be listed if they are all modules that have a running variance.
+    # The norms need not be listed if they are all modules that have a running variance. A class may
+    # have a method `modules` of its own, so torch's is called.
     chosen = {id(site.module) for site in sites}
     with_statistics = {
         id(module) for module in nn.Module.modules(case.model) if hasattr(module, "running_var")
@@ -399,6 +401,7 @@ def sites_of(model: nn.Module, anatomy: Anatomy | None) -> tuple[StoredNorm, ...
         model: The network.
         anatomy: Its recorded graph. With None the order is that of the modules.
     """
+    # A class may have a method `named_modules` of its own, so torch's is called.
     modules = dict(nn.Module.named_modules(model))
     recorded = [norm.path for norm in getattr(anatomy, "norms", ())]
     ordered = [path for path in dict.fromkeys([*recorded, *modules]) if path in modules]

@@ -48,7 +48,8 @@ def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
     if bare is None:
         return
 
-    # The key is the eps of the norms, and the eps with which the library builds them.
+    # The key is the eps of the norms, and the eps with which the library builds them. A class may
+    # have a method `named_modules` of its own, so torch's is called.
     wrong: dict[tuple[float, float], list[StoredNorm]] = {}
     built = dict(nn.Module.named_modules(bare))
     for site in case.sites:
@@ -173,7 +174,7 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
 
 def _with_eps(case: Case, eps: float) -> Case:
     """Return the case of a copy of the network in which every norm has this eps."""
-    model = copying.duplicate(case.model, {})
+    model = copying.duplicate(case.model, memo={})
     for norm in population.norms_of(model).values():
         vars(norm.module)["eps"] = eps
     return replace(case, network=case.network.after(model))
@@ -252,6 +253,7 @@ def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
     is_training = case.model.training and site.module.training
     if not is_training or site_of(site.module).is_frozen:
         return False
+    # A class may have a method `parameters` of its own, so torch's is called.
     parameters = [*nn.Module.parameters(site.module, recurse=False)]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 

@@ -74,7 +74,7 @@ class Subject:
         Each save of the run would else have to find out which architecture it is.
         """
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
-        return provenance.attach(copying.duplicate(self.module, {}), record)
+        return provenance.attach(copying.duplicate(self.module, memo={}), record)
 
     def preprocessing(self, side: int | None) -> Body:
         """Return how the network takes images: input_size, mean, std and more, as timm names them.
@@ -410,7 +410,9 @@ class Task:
         # The network is trained as a copy, so that the caller's stays as it is.
         self.layout = torch.channels_last if train.channels_last else torch.contiguous_format
         self.raw = (
-            copying.duplicate(subject.module, {}).to(engine.device).to(memory_format=self.layout)
+            copying.duplicate(subject.module, memo={})
+            .to(engine.device)
+            .to(memory_format=self.layout)
         )
         self.dtype = next(nn.Module.parameters(self.raw)).dtype
         if train.sync_bn and engine.num_processes > 1:

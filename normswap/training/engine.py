@@ -292,6 +292,7 @@ class TrainingRun:
             # A network is saved only if the losses and its weights are finite, in all processes.
             is_finite, must_stop = self._agree(stop.is_set())
             if is_finite and (saves or must_stop):
+                # A class may have a method `parameters` of its own, so torch's is called.
                 is_finite = all(
                     bool(parameter.isfinite().all()) for parameter in nn.Module.parameters(task.raw)
                 )
@@ -565,7 +566,7 @@ class TrainingRun:
 
         It has the structure that training began with: no SyncBatchNorm, no compiled code.
         """
-        fresh = duplicate(self.blank, {})
+        fresh = duplicate(self.blank, memo={})
         fresh.load_state_dict(trained.state_dict())
         return fresh
 

@@ -132,6 +132,7 @@ def clip_gradients(model: nn.Module, clip: Clip) -> None:
     """Clip a network's gradients, in place: adaptively (AGC), by norm or by value."""
     if clip.mode == "agc":
         adaptive_clip_(model, clip.value)
+    # A class may have a method `parameters` of its own, so torch's is called.
     else:
         dispatch_clip_grad(nn.Module.parameters(model), clip.value, mode=clip.mode)
 
@@ -169,6 +170,7 @@ def adaptive_clip_(
         raise OptionError(f"share={share!r:.40} clips nothing", "it is a positive number")
     if head is None:
         head = find_head(model)
+    # Torch's own `parameters` and `modules` are called, as a class may have methods of these names.
     spared = {id(parameter) for parameter in nn.Module.parameters(head)}
     transposed = {
         id(layer.weight)
@@ -240,7 +242,8 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
     """
     get_classifier = getattr(model, "get_classifier", None)
     layer = get_classifier() if callable(get_classifier) else None
-    # A network of timm without a classifier names an identity, which has no parameters.
+    # A network of timm without a classifier names an identity, which has no parameters. A class may
+    # have a method `parameters` of its own, so torch's is called.
     if isinstance(layer, nn.Module) and next(nn.Module.parameters(layer), None) is not None:
         return layer
 

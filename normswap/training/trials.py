@@ -152,6 +152,7 @@ def is_at_edge(lr: float) -> bool:
 
 def _norms_to_eval(model: nn.Module, args: tuple[object, ...]) -> None:
     """Put every BatchNorm in eval mode: a hook that runs before each forward."""
+    # A class may have a method `modules` of its own, so torch's is called.
     for module in nn.Module.modules(model):
         if site_of(module).is_batchnorm:
             module.eval()
@@ -375,7 +376,7 @@ class Trials:
         engine = assembly.accelerator(recipe, self.device, Path(), "none")
         # The teacher is the source. It is copied to be another module than the network's: for one
         # and the same module, `Subject.teacher` may open what the network was once made from.
-        subject = assembly.Subject(network, copying.duplicate(self.source.module, {}))
+        subject = assembly.Subject(network, copying.duplicate(self.source.module, memo={}))
         task = assembly.Task(subject, self.images, recipe, engine, validates=False)
         # Each update puts the network into training mode, which the hook undoes for the BatchNorms.
         if advice.target == _IN_EVAL_MODE:
@@ -405,6 +406,8 @@ class Trials:
     def _classified(self, model: nn.Module) -> tuple[Evaluation, Tensor]:
         """Return a network's accuracy on the held-out images, and its class for each, (N,)."""
         start = time.monotonic()
-        result = classify(devices.place(copying.duplicate(model, {}), self.device), self.held_out)
+        result = classify(
+            devices.place(copying.duplicate(model, memo={}), self.device), self.held_out
+        )
         self.evaluating = time.monotonic() - start
         return result
