@@ -332,6 +332,7 @@ class TrainingRun:
         engine = self.engine
         update = self.at.update
         seed = self.recipe.train.seed
+        # What is drawn in this update, as by dropout, depends on seed, update and process alone.
         torch.manual_seed(key(seed, "update", update, engine.process_index))
 
         # Set the learning rate and mixup for this update. A schedule by epoch keeps the rate of the
@@ -358,6 +359,7 @@ class TrainingRun:
                     clip_gradients(task.raw, task.clip)
                 task.optimizer.step()
                 task.optimizer.zero_grad()
+            # The loss of an update is the mean over its micro-batches.
             self.sum += loss.detach() / self.recipe.train.accumulate
         if task.ema is not None:
             task.ema.update(task.raw, step=update + 1)
@@ -412,6 +414,7 @@ class TrainingRun:
         Args:
             began: Whether updates were done. If not, this is the network before training.
         """
+        # Measure the network and, if they are kept, the averaged weights (EMA).
         at = self.at
         task = self.task
         plain = measure(task.raw, task.validation, self.engine)
@@ -432,6 +435,7 @@ class TrainingRun:
         if has_less_loss:
             loss = averaged_loss
 
+        # Note the figures, and begin the sums of the next epoch.
         row = self._row(plain, averaged, loss, began=began)
         at.rows = [*at.rows, row]
         at.loss = 0.0
@@ -442,6 +446,7 @@ class TrainingRun:
             at.best_epoch = row["epoch"]
         self._warn_of_rise(loss)
 
+        # The first process writes the files. The state comes last, because it tells of the others.
         if self.engine.is_main_process:
             if is_better:
                 self.folder.write_network(self.network(network), self.folder.best)

@@ -40,9 +40,9 @@ def run(
 
     from normswap.analysis.weight_decay import POLICIES, by_role, roles
 
-    # A policy that is no name lists the roles whose parameters decay, as in weight,gamma_last. A class
-    # may have a method `parameters` of its own, so torch's is called below.
+    # A policy that is no name lists roles whose parameters decay, as in weight,gamma_last.
     assignments = roles(net, policy if policy in POLICIES else policy.split(","))
+    # A class may have a method `parameters` of its own, so torch's is called.
     body = {
         "source": model,
         "policy": policy,
