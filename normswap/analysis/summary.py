@@ -218,6 +218,7 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
         conversion: The conversion.
         scheme: The name of a conversion that has no step, such as `unfold`.
     """
+    # The plan holds all steps since the bare architecture. The last ones are this conversion's.
     new_steps = conversion.plan.steps[-conversion.steps :]
     if not new_steps:
         new_steps = (Step(scheme, {}, ()),)

@@ -1,11 +1,12 @@
 """PROVE, for files: what a file computes in its own runtime, against the PyTorch network.
 
-As for networks, a float32 file may be off by 1e-5, or by four times what rounding alone changes in
-the source: float32 for float64, or another last digit of its input or its weights. That is measured
-if 1e-5 is exceeded (in random networks rounding errors grow from block to block). A file in half
-precision may be off by a few times what rounding to that precision costs the network in PyTorch, on
-the same inputs. int8 claims nothing: it is measured. So is a file that gives labels alone: equal
-labels do not show that the scores behind them are right.
+As for networks, a float32 file may be off by a relative L2 of 1e-5. If it is off by more, the
+effect of rounding on the source is measured: the source is run in float64, and with another last
+digit of its input or its weights. Four times that effect is allowed, because in random networks
+rounding errors grow from block to block. A file in half precision may be off by a few times what
+rounding to that precision changes in the PyTorch network, on the same inputs. int8 claims nothing:
+its error is only measured. So is that of a file that gives labels alone, since equal labels do not
+show that the scores behind them are right.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Reference:
-    """The answers that a file must compute.
+    """What a file is compared with: the network, and what the file computes besides it.
 
     Args:
         source: The network, in float32.
@@ -592,13 +593,15 @@ class _Compared:
         double_outputs = list(running.outputs_double(source, first_in_double).values())
         in_double = double_outputs[self._place(name)]
 
-        moved = allowance.in_other_digits(source, self.first, calling.anchor(source).dtype)
-        by_last_digit = [answers(network, tuple(call.tensors()))[name] for network, call in moved]
+        other_runs = allowance.in_other_digits(source, self.first, calling.anchor(source).dtype)
+        by_last_digit = [
+            answers(network, tuple(call.tensors()))[name] for network, call in other_runs
+        ]
 
         # A last digit may change the number of boxes, so that the distance is infinite. Then it
         # says nothing about rounding.
-        others = (in_double, *by_last_digit)
-        changes = (distance(other, self.outputs[name]).relative_l2 for other in others)
+        other_outputs = (in_double, *by_last_digit)
+        changes = (distance(output, self.outputs[name]).relative_l2 for output in other_outputs)
         return max(filter(math.isfinite, changes), default=0.0)
 
     def _place(self, name: str) -> int:

@@ -1,7 +1,7 @@
-"""An exported file as a MODEL.
+"""An exported file in place of a network, for the commands that take a MODEL.
 
-It is found by its ending, opened in its runtime, called as a network is, and compared with a
-network.
+The file is found by its ending and opened in its runtime. It can be called as a network is, and
+compared with a network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from normswap.provenance import Provenance
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file for another runtime.
+    """An exported file, with its format, its metadata and its sidecar.
 
     Args:
         file: The path of the file.

@@ -35,7 +35,7 @@ class Shipped(nn.Module):
 
     Attributes:
         dtype: The type of its arithmetic.
-        stored: The type in which the file stores its weights. No weight has more digits than that.
+        stored: The type in which the file stores the weights of layers, which are rounded to it.
     """
 
     mean: Tensor | None
@@ -165,7 +165,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
         for module in nn.Module.modules(network)
         if isinstance(module, LINEAR) and "weight" in module._parameters
     ]
-    # The layers that compute what their weight says.
+    # A layer whose class has a forward of its own may compute something else than its weight says.
     plain = [
         layer for layer in linear if not own_forwards.is_own(layer) or own_forwards.computes(layer)
     ]
@@ -266,7 +266,7 @@ def _halved(output: object) -> object:
 
 @dataclass(frozen=True)
 class FileContents:
-    """The input of a format's writer.
+    """What a format's `write` is given.
 
     Args:
         network: The network to write.

@@ -2,14 +2,15 @@
 
 A format's module has four functions, which raise whatever its tools raise:
 
-- `write(contents, file)`: write the file, and its part beside it
-- `open(file)`: the file in its runtime, a function of tensors that gives a list of tensors, or one;
-  and, unless `Format.inside` says no, `open(file, inside=True)`: giving all that the file computes
-  on its way
-- `nodes(file)`: how many operators of each kind it has, the most frequent first
-- `metadata(file)`: what `sidecar.metadata` gave it; of somebody else's file other notes, or none
+- `write(contents, file)` writes the file, and the second file that some formats have beside it.
+- `open(file)` returns the file in its runtime: a function that takes tensors and returns one tensor
+  or a list. If `Format.inside` is true, `open(file, inside=True)` returns a function that returns
+  all values that the file computes.
+- `nodes(file)` returns how many operators of each kind the file has, the most frequent first.
+- `metadata(file)` returns the texts of `sidecar.metadata` that the file holds. A file of another
+  program may hold other texts, or none.
 
-and, where the format is written in int8, `write_int8(contents, file, how)`.
+A format that can be written in int8 also has `write_int8(contents, file, how)`.
 """
 
 from __future__ import annotations

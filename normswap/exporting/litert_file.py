@@ -165,6 +165,7 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
         if buffer.offset:
             buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
             buffer.offset = buffer.size = 0
+        # The builder below calls `Pack` of each buffer. The schema's own would not align the bytes.
         buffer.Pack = functools.partial(_aligned, buffer)
 
     builder = flatbuffers.Builder(len(content))

@@ -85,7 +85,7 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], file: Path, *, hal
     traced.write_bytes(buffer.getbuffer())
     command = [pnnx.EXEC_PATH, str(traced), f"fp16={int(half)}"]
     finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    # pnnx may end without an error, and without the files.
+    # Without an error, both files must have been written, too.
     has_written = file.is_file() and file.with_suffix(".bin").is_file()
     if finished.returncode or not has_written:
         lines = finished.stderr.strip().splitlines() or [f"it ends with {finished.returncode}"]

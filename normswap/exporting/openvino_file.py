@@ -81,7 +81,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
         how: The images that set the ranges, and the bits of a weight.
     """
     model = _model(contents, file.parent)
-    # NNCF's log is kept away while it runs.
+    # NNCF logs nothing but errors while it runs.
     logger = logging.getLogger("nncf")
     level = logger.level
     try:

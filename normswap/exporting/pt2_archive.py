@@ -4,7 +4,7 @@
 executes guards, and imports what the file names. So the archive is read here first. Its graph is
 held to a grammar (`pt2_program`), its pickles are read by torch's restricted unpickler, and
 anything else is refused. torch is then given another archive, written in memory from what was read.
-The file itself never reaches torch's reader, so neither can a second meaning of its bytes.
+The file itself never reaches torch's reader, which might read the same bytes in another way.
 
 There are two layouts. torch 2.8 and later store the bytes of each weight; torch 2.7 and before
 store pickled dicts of tensors. A pickle that passes is written anew, too.
@@ -68,7 +68,7 @@ _ENCRYPTED = 1
 
 @dataclass
 class Pt2Archive:
-    """What a .pt2 holds, as far as it was read.
+    """The checked content of a .pt2. Weights that are not pickled are left in the file.
 
     Args:
         program: The graph, as `checked_program` returns it.

@@ -140,6 +140,7 @@ def _require_schema(namespace: str, name: str, overload: str, target: str) -> No
 
     The arguments' types are those that the installed PyTorch states for the operator.
     """
+    # Look up torch.ops.NAMESPACE.NAME.OVERLOAD.
     operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if not isinstance(operator, torch._ops.OpOverload):
         raise NotAllowedError(f"the operator {shown(target)}, which PyTorch does not know here")

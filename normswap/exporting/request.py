@@ -1,4 +1,4 @@
-"""The request to `export`: what it is to do, checked before any work."""
+"""The request to `export`: the arguments of the call, checked before any work."""
 
 from __future__ import annotations
 
@@ -279,7 +279,8 @@ class ExportRequest:
         elif self.inputs:
             described = "given inputs"
 
-        # A file with all inputs of the network is checked without labels.
+        # A file with all inputs of the network is checked without labels, which are taken off if
+        # the inputs are images.
         if self.inputs:
             calls: Batches = self.inputs
             if images is not None:

@@ -127,9 +127,8 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
         # Inputs, stored tensors and the output have a string as target and compute nothing. Random
         # operators give another value at each run.
-        if not callable(node.target) or torch.Tag.nondeterministic_seeded in getattr(
-            node.target, "tags", ()
-        ):
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if not callable(node.target) or is_random:
             continue
 
         # An argument whose shape and type alone are read need not be constant: an empty tensor of

@@ -343,6 +343,7 @@ def patterns(options: Body) -> dict[str, list[str]]:
     """
     by_option: dict[str, list[str]] = {}
     for name in ("only", "skip"):
+        # A single pattern may be given by itself, without a list.
         value = options.get(name) or []
         listed: list[object] = [value]
         if isinstance(value, Iterable) and not isinstance(value, str):

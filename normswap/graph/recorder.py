@@ -148,7 +148,8 @@ class Recorder(TorchFunctionMode):
         # A convolution may hold a module that pads its input. It is a leaf of the graph anyway.
         holders = (module for module in modules.values() if module._modules)
         self.convolutions = {id(module) for module in holders if own_forwards.computes(module)}
-        # Some norms are known by what they compute. They are run before anything is recorded.
+        # The norms, and the modules that are y = act(s x + t) per channel. Some are known only by
+        # what they compute, so they are run before anything is recorded.
         self.norms_and_maps = {id(module) for module in modules.values() if site_of(module).is_leaf}
 
         # The paths of the modules that are running, outermost first.
@@ -290,8 +291,9 @@ class Recorder(TorchFunctionMode):
             is_argument = any(result is tensor for tensor in tensors)
             is_overwritten = any(result is tensor for tensor in overwritten)
             if is_argument and (is_leaf or not is_overwritten):
-                # A layer that returns its input gets a new tensor object on the same memory, for
-                # its own node.
+                # A layer or function that returns its input gets a new tensor object on the same
+                # memory, for its own node. A function in place returns the old object, which was
+                # marked above.
                 result = torch.Tensor.detach(result)
             self._set_mark(result, node)
             return result

@@ -1,4 +1,4 @@
-"""How the recorder names an operation: as torch.fx's symbolic trace does."""
+"""How the recorder names an operation in its graph: as torch.fx's symbolic trace does."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
