@@ -446,8 +446,8 @@ class TrainingRun:
             at.best_epoch = row["epoch"]
         self._warn_of_rise(loss)
 
-        # The first process writes the files. The state comes last: it may exist only beside best/ and
-        # last/.
+        # The first process writes the files. The state comes last: best/ and last/ must be there
+        # before it.
         if self.engine.is_main_process:
             if is_better:
                 self.folder.write_network(self.network(network), self.folder.best)
