@@ -237,7 +237,9 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
 
 
 def of_report(report: Report) -> Body:
-    """Return a report as a dict, in which each error at the outputs says if it is `within` bounds.
+    """Return a report as a dict.
+
+    `within` is added to each error at the outputs: whether it is within the tolerance.
 
     Args:
         report: The report of a conversion. `kept` was measured on images, everything else on noise.

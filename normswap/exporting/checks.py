@@ -74,7 +74,8 @@ class Figures:
         top1: The top-1 of the file in percent. None where the images have no labels.
         output: The name of the output that differs most, to which the errors belong. Empty where
             there is one output.
-        apart: The first layer that is off, or in int8 the first whose error jumps.
+        apart: The first layer that is off. In int8 it is the first whose error is much larger than
+            that of the other layers of its kind. None if it was not looked for, or not found.
         missing: The first weight or bias that is nowhere in the file. It is looked for only if the
             runtime does not show the values inside of a file.
         exact: Whether the file claims to compute what the network does, up to the rounding of its

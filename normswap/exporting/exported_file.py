@@ -38,7 +38,7 @@ class ExportedFile:
         file: The path of the file.
         form: The format of the file.
         metadata: The texts that the exporter wrote into the file, by name.
-        body: The record of the sidecar. Empty if normswap did not write the file.
+        body: The content of the sidecar. Empty if normswap did not write the file.
     """
 
     file: Path

@@ -125,7 +125,7 @@ class CheckedFigures(BaseModel):
     """How far the file's answers were from its network's: the figures that are printed.
 
     Args:
-        relative_l2: The relative L2 distance of the file's answers.
+        relative_l2: The relative L2 distance of the file's answers from the network's.
         tolerance: The distance that was allowed.
         inputs: What the file was checked on, in words.
         count: The number of inputs.
@@ -356,11 +356,11 @@ def _copy_inside(noted: Mapping[str, str]) -> Body:
 
 
 def _check(body: Body, origin: str) -> None:
-    """Raise SourceError, which names the key, if a record is no sidecar.
+    """Raise SourceError if the content of a sidecar is not valid. The error names the key.
 
     Args:
-        body: The record.
-        origin: The file that the record was read from, for the message.
+        body: The content.
+        origin: The file that it was read from, for the message.
     """
     # The sidecar of a file of images has "input", any other has "inputs".
     is_of_images = "input" in body

@@ -94,10 +94,13 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
 
 
 def _functional_norms(traced: Traced) -> dict[str, str]:
-    """Return a sentence for each module whose forward calls a norm's function, by its path.
+    """Return a sentence for each module whose forward calls a function such as F.layer_norm itself.
 
     Weight standardization may call such a function on a weight. This is no norm of the network, so
     only calls on values that depend on the network's inputs count.
+
+    Returns:
+        The sentences, by the path of the module.
     """
     sentences: dict[str, str] = {}
     for node in traced.nodes:

@@ -77,13 +77,13 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Mark:
-    """The recorder's note on a tensor: the node that made it.
+    """The recorder's mark on a tensor, which says the node that made the tensor.
 
     Args:
-        run: The recorder that made the note.
+        run: The recorder that set the mark.
         node: The node whose value is the tensor, or is a collection that holds the tensor. None
             says that the tensor was made without the network's input.
-        version: How often the tensor had been written to when the note was made.
+        version: How often the tensor had been written to when it was marked.
         keys: The keys that lead from the node's value to the tensor.
     """
 
@@ -322,18 +322,18 @@ class Recorder(TorchFunctionMode):
         setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
     def _mark_of(self, tensor: Tensor) -> _Mark | None:
-        """Return the note that this run made on a tensor, or None."""
+        """Return the mark that this run set on a tensor, or None."""
         mark: _Mark | None = getattr(tensor, "__dict__", {}).get(_MARK)
         if mark is None or mark.run is not self:
             return None
         return mark
 
     def _is_rewritten(self, tensor: Tensor, mark: _Mark) -> bool:
-        """Whether a node wrote to the tensor's memory after the note was made.
+        """Whether a node wrote to a tensor's memory after the tensor was marked.
 
         Args:
             tensor: The tensor.
-            mark: The note on the tensor, which has its version at the time of the note.
+            mark: The tensor's mark, with the tensor's version at that time.
         """
         return mark.version != version(tensor) and memory(tensor) in self._writes
 

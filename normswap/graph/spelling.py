@@ -89,7 +89,8 @@ def setitem_(x: Tensor, index: int, value: Tensor) -> Tensor:
 def after(x: Tensor, write: object) -> Tensor:
     """Return x.
 
-    In a graph, the node stands for the value of x after the node `write` wrote to a view of x.
+    In a graph, a call of this function stands for the value of x after the node `write` wrote to a
+    view of x.
     """
     return x
 
@@ -97,7 +98,12 @@ def after(x: Tensor, write: object) -> Tensor:
 def left(x: object, function_name: str) -> None:
     """Do nothing.
 
-    In a graph, the node says that Python reads the value of x here. No graph can follow that value.
+    In a graph, a call of this function says that Python reads the value of x here. No graph can
+    follow that value.
+
+    Args:
+        x: The value.
+        function_name: The name of the function by which Python reads it, such as `item`.
     """
 
 

@@ -37,7 +37,7 @@ class NormFact:
 
     Args:
         path: The norm's module path.
-        role: The norm's role in its block.
+        role: The norm's role: `stem`, `last`, `down`, `head` or `other` (`graph.inspection`).
         outcome: What became of the norm, as a key of `page.OUTCOMES`.
         said: What became of the norm, as a sentence.
     """
