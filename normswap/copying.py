@@ -80,7 +80,7 @@ def twin(model: Module) -> Module:
     Buffers and attributes are copied, so that the run does not change those of `model`. Only
     attributes that are plain tensors are shared.
     """
-    copied = _copy(model, {}, _share_parameter, whole=False)
+    copied = _copy(model, {}, _share_parameter, deep=False)
     for module in tree(copied).values():
         # A ScriptModule is shared, not copied, so its mode must stay.
         if not isinstance(module, torch.jit.ScriptModule):
@@ -98,7 +98,7 @@ def duplicate(model: Module, memo: Memo) -> Module:
         memo: The copy of each object, by the object's `id`. An object that is in it already is not
             copied again. Every copy that is made is added. An empty dict copies everything.
     """
-    return _copy(model, memo, _clone_tensor, whole=True)
+    return _copy(model, memo, _clone_tensor, deep=True)
 
 
 def to_double(model: Module, memo: Memo | None = None) -> Module:
@@ -129,14 +129,14 @@ def to_double(model: Module, memo: Memo | None = None) -> Module:
     return duplicate(model, memo)
 
 
-def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) -> Module:
+def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, deep: bool) -> Module:
     """Return a copy of a network, for `twin` and `duplicate`.
 
     Args:
         model: The network to copy.
         memo: The copy of each object, by the object's `id`, as in `duplicate`.
         copy_tensor: Returns the copy of a parameter or buffer.
-        whole: Whether tensors that are neither parameters nor buffers are copied too, and whether
+        deep: Whether tensors that are neither parameters nor buffers are copied too, and whether
             a module whose class defines how it is copied is copied in that way.
     """
     # A shell is an instance of a module's class without attributes. All shells are made first, so
@@ -148,7 +148,7 @@ def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) ->
         if id(module) in memo:
             continue
         # If its class defines how it is copied, and this copying has worked, nothing is left to do.
-        if whole and _defines_copying(module) and _deepcopied(module, memo):
+        if deep and _defines_copying(module) and _deepcopied(module, memo):
             continue
 
         # A ScriptModule is shared, not copied.
@@ -164,7 +164,7 @@ def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, whole: bool) ->
 
     # Fill the shells with copies of the modules' attributes.
     for module, shell in shells:
-        shell.__dict__.update(_copied_entries(vars(module), memo, whole))
+        shell.__dict__.update(_copied_entries(vars(module), memo, deep))
     copied: Module = memo[id(model)]
     return copied
 
@@ -243,39 +243,39 @@ def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
     return copied
 
 
-def _copied_entries(table: dict[Any, Any], memo: Memo, whole: bool) -> dict[Any, Any]:
+def _copied_entries(table: dict[Any, Any], memo: Memo, deep: bool) -> dict[Any, Any]:
     """Return a dict with copies of the keys and values of another dict, in the same order.
 
     Args:
         table: The dict to copy.
         memo: The copies so far, by the original's `id`.
-        whole: Whether tensors that are neither parameters nor buffers are copied too.
+        deep: Whether tensors that are neither parameters nor buffers are copied too.
     """
     entries = {}
     # Copying spends most of its time here, so no function is called for a value that never changes.
     for key, value in table.items():
         if type(key) not in _ATOMS:
-            key = _copied(key, memo, whole)
+            key = _copied(key, memo, deep)
         if type(value) not in _ATOMS:
-            value = _copied(value, memo, whole)
+            value = _copied(value, memo, deep)
         entries[key] = value
     return entries
 
 
-def _copied(value: Any, memo: Memo, whole: bool) -> Any:
+def _copied(value: Any, memo: Memo, deep: bool) -> Any:
     """Return the copy of an attribute's value, whatever it is.
 
     Args:
         value: The value.
         memo: The copies so far, by the original's `id`.
-        whole: Whether a tensor is copied too. Otherwise it is shared.
+        deep: Whether a tensor is copied too. Otherwise it is shared.
     """
     kind = type(value)
     if kind in _ATOMS:
         return value
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, Tensor) and not whole:
+    if isinstance(value, Tensor) and not deep:
         return value
 
     # The copy of a container goes into `memo` before it is filled, since the container may hold
@@ -283,22 +283,22 @@ def _copied(value: Any, memo: Memo, whole: bool) -> Any:
     if kind in (dict, OrderedDict):
         table: dict[object, object] = kind()
         memo[id(value)] = table
-        table.update(_copied_entries(value, memo, whole))
+        table.update(_copied_entries(value, memo, deep))
         return table
     if kind is list:
         row: list[object] = []
         memo[id(value)] = row
-        row += [_copied(entry, memo, whole) for entry in value]
+        row += [_copied(entry, memo, deep) for entry in value]
         return row
 
     if kind in (tuple, set):
-        return kind(_copied(entry, memo, whole) for entry in value)
+        return kind(_copied(entry, memo, deep) for entry in value)
     if kind is MethodType:
-        return MethodType(value.__func__, _copied(value.__self__, memo, whole))
+        return MethodType(value.__func__, _copied(value.__self__, memo, deep))
     if kind is functools.partial:
-        function = _copied(value.func, memo, whole)
-        arguments = _copied(value.args, memo, whole)
-        keywords = _copied(value.keywords, memo, whole)
+        function = _copied(value.func, memo, deep)
+        arguments = _copied(value.args, memo, deep)
+        keywords = _copied(value.keywords, memo, deep)
         return functools.partial(function, *arguments, **keywords)
     # What cannot be copied is shared.
     return memo[id(value)] if _deepcopied(value, memo) else value

@@ -164,7 +164,7 @@ def make_loader(
 
     Raises:
         SourceError: There are no images, or they have other classes than the network's.
-        OptionError: A number is below one.
+        OptionError: `batch_size`, `workers` or `samples` is too small.
     """
     if batch_size < 1 or workers < 0 or (samples is not None and samples < 1):
         raise OptionError(
@@ -308,7 +308,7 @@ def open_images(
         inputs = record.get("inputs") or {"": (record["input_size"], "float32")}
         return array_files.Arrays(files, inputs)  # type: ignore[return-value]
 
-    # Anything else are images, which the network must be able to take.
+    # All other data are images, which the network must be able to take.
     channels = record["input_size"][0]
     modes = {1: "L", 3: "RGB"}
     if len(record["input_size"]) != 3:

@@ -97,6 +97,7 @@ def _restore(module: nn.Module, attributes: dict[str, object], contents: list[Co
             value.data = memory
             if not torch.equal(memory, before):
                 memory.copy_(before)
+        # A collection is written to in place, because others may hold it, too.
         elif isinstance(value, list):
             value[:] = before
         else:

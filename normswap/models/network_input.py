@@ -63,6 +63,7 @@ def check_values(model: nn.Module) -> None:
     """
     remedy = "Load the network's weights again"
     for name, tensor in _tensors(model):
+        # Quantized or sharded layers have tensors of a class of their own.
         if is_traceable_wrapper_subclass(tensor):
             kind = type(tensor).__name__
             raise SourceError(
@@ -346,6 +347,7 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
         (each for each in layers if next(nn.Module.parameters(each, False), None) is not None), None
     )
     if isinstance(first_layer, nn.Embedding):
+        # The call is a batch of one row.
         row = torch.arange(8, device=first_layer.weight.device) % first_layer.num_embeddings
         yield (), Example((row[None],))
 
@@ -408,12 +410,13 @@ def candidates(model: nn.Module) -> list[tuple[int, ...]]:
     # A linear first layer tells its number of features, and not whether its input is one row of
     # them, several rows or an image. So several rows and images are guessed, too.
     if first and len(first) == 1:
-        features = 1
+        # As many rows are tried as the first linear layer has outputs, then as it has inputs.
+        out_features = 1
         for module in nn.Module.modules(model):
             if isinstance(module, nn.Linear):
-                features = module.out_features
+                out_features = module.out_features
                 break
-        sizes += [(features, *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
+        sizes += [(out_features, *first), (channels, *first), (channels, 32, 32), (3, 224, 224)]
     if not first or len(first) == 3:
         for side in (224, 64, 32, 28, 96, 128, 256, 299, 384, 512):
             sizes.append((channels, side, side))
@@ -463,6 +466,7 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
     The layer says the number of channels or features. The sides are the usual ones (`_SIDE`).
     """
     for module in nn.Module.modules(model):
+        # A kernel has as many dimensions as an image has sides.
         if isinstance(module, nn.modules.conv._ConvNd):
             return (module.in_channels, *_SIDE[len(module.kernel_size)])
         if isinstance(module, nn.Linear):

@@ -86,8 +86,8 @@ def hash_tensors(state: Mapping[str, Tensor]) -> str:
 
     The order of the tensors does not count.
     """
-    whole, _ = hash_all(state)
-    return whole
+    hash_over_all, _ = hash_all(state)
+    return hash_over_all
 
 
 def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -100,7 +100,7 @@ def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def hash_all(state: Mapping[str, Tensor]) -> tuple[str, dict[str, str]]:
-    """Return the results of both `hash_tensors` and `hash_each`, but read the values only once."""
+    """Return a pair: the results of `hash_tensors` and `hash_each`. Values are read only once."""
     descriptions = _descriptions(state)
     hashes = {
         name: hashlib.sha256(description).hexdigest()[:16]
@@ -348,21 +348,23 @@ def _without_prefix(state: StateDict, bare: State) -> StateDict:
         bare: The tensors of the network that is to be filled.
     """
     while not _fits(state, bare):
-        firsts: set[str] = set()
+        first_parts: set[str] = set()
         shorter = StateDict()
         for name, tensor in state.items():
             # The counter of AveragedModel stands beside the network.
             if name == "n_averaged":
                 continue
-            first, _, rest = name.partition(".")
-            firsts.add(first)
+            # `module.conv1.weight` has the first part `module`.
+            first_part, _, rest = name.partition(".")
+            first_parts.add(first_part)
             shorter[rest] = tensor
 
         # A prefix is dropped if all names have it, and if each name goes on behind it: a name
         # without a dot has become "". Without the prefix more names must fit, unless it is
         # `module`.
-        fit_better = len(shorter.keys() & bare.keys()) > len(state.keys() & bare.keys())
-        if len(firsts) != 1 or "" in shorter or not (fit_better or firsts == {"module"}):
+        more_names_fit = len(shorter.keys() & bare.keys()) > len(state.keys() & bare.keys())
+        is_dropped = more_names_fit or first_parts == {"module"}
+        if len(first_parts) != 1 or "" in shorter or not is_dropped:
             break
         if state._metadata is not None:
             shorter._metadata = _below(state._metadata)

@@ -251,7 +251,7 @@ def load(
 
     # Build the source's architecture, and convert it as it was converted before.
     if skeleton is not None:
-        bare = _with_values(copying.duplicate(network_input.unwrapped(skeleton), {}), state)
+        bare = _with_values(copying.duplicate(network_input.unwrapped(skeleton), {}))
     else:
         bare = _build_bare(place, record.arch, trusted=trust_factory)
     model = applying.apply(bare, plan.steps)
@@ -536,17 +536,16 @@ def _build_bare(folder: Path, arch: Arch | None, *, trusted: bool) -> nn.Module:
     return zoo.skeleton(arch)
 
 
-def _with_values(skeleton: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+def _with_values(skeleton: nn.Module) -> nn.Module:
     """Put zeros in the place of a network's tensors on the meta device, and return the network.
 
     The values of the weights file overwrite the zeros later.
 
     Args:
         skeleton: The network, which is changed.
-        state: The tensors of the weights file.
 
     Raises:
-        SourceError: A tensor has values neither in the network nor in the file.
+        SourceError: A buffer on the meta device is one that no weights file holds.
     """
     without_values: list[str] = []
     zeros: dict[int, Tensor] = {}

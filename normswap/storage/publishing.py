@@ -156,6 +156,7 @@ class _FilesOfSave:
             remedy = "Name a directory that normswap wrote"
             raise SourceError(f"{folder} has no {WEIGHTS}", remedy=remedy)
 
+        # Only weights and norms are sent as they are. The other files are written anew.
         for name in FILES:
             self._identities[name] = self._identity(name)
             if name in (WEIGHTS, NORMS) and self._identities[name] is not None:

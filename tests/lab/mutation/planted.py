@@ -391,7 +391,7 @@ SURVIVING = (
     Planted(
         "a skeleton has values",
         "storage.checkpoint:_with_values",
-        lambda f: lambda skeleton, state: skeleton,
+        lambda f: lambda skeleton: skeleton,
         STATE,
     ),
     Planted(
