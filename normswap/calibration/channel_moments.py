@@ -46,6 +46,8 @@ class ChannelMoments:
 
     def add(self, values: Tensor) -> None:
         """Merge values (C, N) into the moments, in place."""
+        # With n values so far and m new ones, whose means differ by d, the sums of squares add up,
+        # plus d^2 n m / (n + m). The mean moves by d m / (n + m).
         count = self.count + values.shape[1]
         mean = values.mean(1)
         apart = mean - self.mean
@@ -86,6 +88,8 @@ class ChannelLine:
 
         A channel in which x is constant gets the slope 0.
         """
+        # The slope is the covariance of x and y over the variance of x. Rounding can leave a small
+        # variance in a channel that is constant.
         mean, variance = self.moments()
         _, target, square, product = self.sums / self.count
         varies = variance > 1e-12 * square
@@ -119,6 +123,7 @@ class MeasuredMoments:
         for path, moments in self.moments.items():
             norms[path].running_mean.copy_(moments.mean)
             norms[path].running_var.copy_(moments.variance)
+            # A variance that the dtype cannot hold has become infinite.
             if not bool(torch.isfinite(norms[path].running_var).all()):
                 raise VerificationError(
                     f"the variance at {path} is more than {norms[path].running_var.dtype} holds"
@@ -132,7 +137,7 @@ def measure(
     batches: Iterable[object],
     progress: Progress | None = None,
 ) -> MeasuredMoments:
-    """Measure the moments of the input of each layer, in one pass over images in eval mode.
+    """Measure mean and variance of each layer's input, in one pass over images in eval mode.
 
     Args:
         model: The network that runs. Nothing in it is changed.

@@ -18,10 +18,11 @@ from normswap.models.calling import Example, anchor
 from normswap.models.modes import evaluating, hooked
 from normswap.sites.site import site_of
 
-# The number of images of dead leaves, and of those in a batch.
+# The number of images of dead leaves, and the number of images in a batch.
 COUNT = 128
 BATCH = 64
-# The largest side of an image of dead leaves, by its number of dimensions.
+# The largest side of an image of dead leaves, by the number of sides: signals have one, images two,
+# clips three.
 LARGEST = {1: 4096, 2: 128, 3: 32}
 
 Value = TypeVar("Value")
@@ -34,7 +35,7 @@ def observed(
     examples: Iterable[Example],
     observe: Callable[[nn.Module, Tensor], Value],
 ) -> dict[str, list[Value]]:
-    """Run a network in eval mode, and return what a function makes of each layer's inputs.
+    """Run a network in eval mode, and return the results of a function of each layer's inputs.
 
     Args:
         model: The network.
@@ -99,7 +100,7 @@ def dead_leaves(
 
     Args:
         model: The network.
-        example: A call, whose images are replaced by dead leaves.
+        example: A call of the network, in which dead leaves take the place of the images.
         norms: The norms that the images are made for, by path.
 
     Returns:
@@ -121,7 +122,8 @@ def dead_leaves(
         _, mean_square = first_moments
         ratio = float(expected_variance.mean() / mean_square.mean())
 
-        # Whatever variance the norm stores, the deviation of the images stays from 1/8 to 8.
+        # The images get the deviation with which the norm's input has its running variance, but no
+        # less than 1/8 and no more than 8, and 1 if the ratio is no positive number.
         deviation = min(max(ratio**0.5, 0.125), 8.0) if 0 < ratio < float("inf") else 1.0
         return [
             example.of((deviation * leaves(BATCH, size, i)).to(like)) for i in range(COUNT // BATCH)
@@ -140,9 +142,11 @@ def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
         recorded: The size of the images that the network was recorded with.
     """
     made_for = network_input.candidates(model)[0]
-    # The network may have been recorded with smaller images than it is made for. On those the last
-    # layers of networks for photographs have few positions, so the size it is made for counts.
+    # The network may have been recorded with smaller images than it is made for. With such images
+    # the last layers of a network for photographs have few positions, so the size that it is made
+    # for is taken.
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
+    # A number of sides that is not listed is that of no image, signal or clip.
     largest = LARGEST.get(len(sides))
     return (
         [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []

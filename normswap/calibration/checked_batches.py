@@ -11,16 +11,19 @@ from torch import nn
 from normswap.errors import NormswapError, SourceError, first_line
 from normswap.models.calling import Example, form
 
-# The images of a part have at most so many numbers. The network's values then fit into memory that
-# the process already has. A CPU spends more time on getting new memory than on products.
+# A batch is split into parts whose images have at most so many numbers. The network's values then
+# fit into memory that the process already has. A CPU spends more time on getting new memory than on
+# products.
 NUMBERS = 2**20
 
 
 def parts(batch: Example, device: torch.device) -> list[Example]:
     """Split a batch, in order, into parts that suit the device.
 
-    On a CPU a part has at most `NUMBERS` numbers. A batch that cannot be split stays whole.
+    On a CPU the images of a part have at most `NUMBERS` numbers. On other devices, and if it cannot
+    be split, the batch is one part.
     """
+    # The number of images in a part.
     most = max(NUMBERS * batch.count // max(batch.images.numel(), 1), 1)
     if device.type != "cpu" or batch.listed or batch.count <= most:
         return [batch]
@@ -43,7 +46,7 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
     for i, batch in enumerate(batches):
         example, _ = called.read(batch)
         _check_images(example, i)
-        # The images in a list may each have another size, so lists are not compared.
+        # The images in a list may have different sizes, so the sizes of lists are not compared.
         sizes = None if example.listed else tuple(tuple(t.shape[1:]) for t in example.tensors())
         if size is not None and sizes != size:
             raise SourceError(
@@ -54,7 +57,9 @@ def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
 
 
 def _shown(sizes: tuple[tuple[int, ...], ...] | None) -> object:
-    """Return the sizes of a call's tensors as a message shows them: a single one stands alone.
+    """Return the sizes of a call's tensors as a message shows them.
+
+    The size of a single tensor is shown without a tuple around it.
 
     Args:
         sizes: The size of each tensor. None if the call takes a list of images.
@@ -125,9 +130,9 @@ def misfit(error: Exception, what: str, example: Example) -> NormswapError:
 
 
 def remedy_for(example: Example) -> str:
-    """Return the advice to give floating-point images if the call has only integers.
+    """Return the advice to give floating-point images, if the call has integers only.
 
-    The text is empty if a tensor of the call is floating-point already.
+    The text is empty if some tensor of the call is floating-point.
     """
     tensors = example.tensors()
     if any(tensor.is_floating_point() for tensor in tensors):

@@ -17,9 +17,14 @@ class Adam:
     """Adam's descent (Kingma & Ba 2015) on values that stay within a bound.
 
     Args:
-        values: The values, which begin where the descent begins.
+        values: The values, which `step` changes. They are given as the descent begins.
         rate: The learning rate.
-        farthest: The largest value, and the negative of the least.
+        farthest: The bound: values stay between -farthest and farthest.
+        steps: The number of steps that were taken.
+
+    Attributes:
+        mean: The moving average of the gradient.
+        square: The moving average of the gradient's square.
     """
 
     values: Numbers
@@ -39,7 +44,7 @@ class Adam:
         self.mean += MEAN_RATE * (gradient - self.mean)
         self.square += SQUARE_RATE * (gradient**2 - self.square)
 
-        # Both averages begin at zero, which the divisors make up for.
+        # Both averages begin at zero, so they are too small at first. The divisors correct that.
         mean = self.mean / (1 - (1 - MEAN_RATE) ** self.steps)
         deviation = np.sqrt(self.square / (1 - (1 - SQUARE_RATE) ** self.steps)) + LEAST
         self.values -= self.rate * mean / deviation

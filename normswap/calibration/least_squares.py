@@ -232,7 +232,7 @@ class Folds:
 class Kernel:
     """The part of a regression that depends on its inputs alone: K = C + ridge m, factored.
 
-    Kernels of R ridges are one record, whose tensors then have R as their first dimension.
+    A record may be made for R ridges at once. Its tensors then have R as their first dimension.
 
     Args:
         factor: The lower Cholesky factor of K, (G, f, f).
@@ -271,11 +271,10 @@ class Kernel:
             damp = torch.where(failed[..., None, None] > 0, 10 * damp, damp)
 
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
-        """Return V = (B + damp prior) (C + damp I)^-1 for the covariance C, (G, o, f).
+        """Return the regression weights V = (B + damp prior) (C + damp I)^-1, (G, o, f).
 
-        Kernels of R ridges give R such weights, (R, G, o, f).
-
-        With `zero_sum` u, V is projected so that V u = 0.
+        If the record was made for R ridges, the result is R such weights, (R, G, o, f). With
+        `zero_sum` u, V is changed to the best weights among those with V u = 0.
 
         Args:
             cross: The covariance B of y with x, (G, o, f).
@@ -285,7 +284,8 @@ class Kernel:
         weight = torch.cholesky_solve(torch.addcmul(cross, self.damp, prior).mT, self.factor).mT
         if zero_sum is not None:
             u = zero_sum[:, :, None]
-            # The second projection removes the rounding error of the first.
+            # To subtract a multiple of K^-1 u from each row, with K = C + damp I, costs least: it
+            # gives the best weights with V u = 0. A multiple of u then removes the rounding error.
             for direction in (torch.cholesky_solve(u, self.factor), u):
                 weight = weight - (weight @ u) / (direction.mT @ u) * direction.mT
         return weight

@@ -1,7 +1,8 @@
 """Several networks run over the same images, in lockstep, from one layer to the next.
 
-At each stop the values that later nodes read are stored, batch by batch. The run to the next stop
-continues from these values.
+A network is run by the nodes of its recorded graph. Wherever the caller stops the networks, the
+values that later nodes read are stored, batch by batch. The run to the next stop continues from
+these values, so a layer may be changed before the layers behind it run.
 """
 
 import copy
@@ -22,9 +23,10 @@ from normswap.graph.tracing import Traced, apply
 from normswap.models import network_input
 from normswap.models.calling import Example
 
+# The values of a network's nodes for one batch, by the node's name.
 Values: TypeAlias = dict[str, Any]
-# The entry of this name in `Values` is a key of `Interpreter.records`. It tells which recorded
-# forward computes the batch.
+# The entry of this name in `Values` is no node's value, but a key of `Interpreter.records`. It
+# tells which recorded forward computes the batch.
 SIZE = ""
 # Tensors of at least so many bytes are stored in mapped files.
 LARGE = 2**20
@@ -36,14 +38,19 @@ def _operations(nodes: Iterable[fx.Node]) -> list[tuple[str, str]]:
 
 
 class Interpreter:
-    """One network that is run node by node.
+    """Runs one network node by node.
 
-    The interpreter keeps a record of the network's operations for each size of the input. If the
-    values of an input decide which operations run, it keeps a record for each input.
+    The interpreter records the network's operations for each size of the input. If the values of an
+    input decide which operations run, it makes a record for each input.
 
     Args:
         model: The network.
         example: The first call, on which the network is recorded.
+
+    Attributes:
+        records: The recorded forwards, by a key that `start` makes.
+        index: The position of each node in the first record.
+        last: For each node, the position of the last node that reads its value.
     """
 
     def __init__(self, model: nn.Module, example: Example) -> None:
@@ -69,8 +76,8 @@ class Interpreter:
         Raises:
             SourceError: The network runs other operations for this call than for the first.
         """
-        # The key is the input's size. Where values decide which operations run, a number is put
-        # before the size, so that each call gets a record of its own.
+        # The key is the input's size, as text. If values decide which operations run (`branches`),
+        # a number is put before it, so that each call gets a record of its own.
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)
@@ -105,7 +112,7 @@ class Interpreter:
             if node.name not in values:
                 values[node.name] = self._compute(record, node, values)
 
-        # A value that no later node reads is dropped, so that it takes no memory.
+        # Values that no later node reads are dropped, so that they take no memory.
         read_later = {node.name for node in self.nodes[:end] if self.last.get(node, -1) >= end}
         for name in values.keys() - read_later - {SIZE}:
             del values[name]
@@ -113,6 +120,13 @@ class Interpreter:
         return values
 
     def _compute(self, record: Traced, node: fx.Node, values: Values) -> object:
+        """Return the value of a node: a tensor of the network, or the result of an operation.
+
+        Args:
+            record: The recorded forward that has the node.
+            node: The node.
+            values: The values of the nodes that it reads, by name.
+        """
         if node.op == "get_attr":
             return record.fetch(str(node.target))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: values[source.name])
@@ -136,13 +150,14 @@ def _interpreters(models: Sequence[nn.Module], first: Example) -> list[Interpret
 
 
 class Lockstep:
-    """Networks in eval mode that advance together, node by node.
+    """Networks in eval mode that run over the same batches, node by node.
 
-    The values of each batch are stored where the networks stopped.
+    All of them stop at a node that the caller names (`run_to`). The values of each batch are stored
+    there.
 
     Args:
         models: The networks, which are recorded on the first batch.
-        batches: Images as the networks take them. See `checked`.
+        batches: Images as the networks take them (`checked_batches.checked`).
         mirrored: The number of images, from the first on, whose mirror images are added.
 
     Raises:
@@ -166,11 +181,13 @@ class Lockstep:
 
         # A forward that is written for one batch size cannot run on parts of the batch.
         takes_parts = all(network_input.runs(model, first.first(1)) for model in models)
-        # A forward that fails says here what is wrong, before anything is stored.
+        # If a network does not run on the images, `run` raises an error that says why, before
+        # anything is stored.
         trial = first.first(1) if takes_parts else first
         for model in models:
             run(model, trial)
 
+        # For each batch, the stored values of each network.
         self.batches: list[list[Values]] = []
         # The number of the user's images.
         self.images = 0
@@ -187,7 +204,7 @@ class Lockstep:
             raise SourceError(f"{self.images} calibration images", "at least 2 are needed")
 
     def _store(self, example: Example) -> None:
-        """Add a call to the stored batches, before its first node."""
+        """Add a call to the stored batches. Its stored values are the inputs of the networks."""
         self.rows += example.count
         # Each network gets a copy: the first layer may write in place.
         starts = [interpreter.start(example.map(torch.clone)) for interpreter in self.interpreters]
@@ -195,9 +212,10 @@ class Lockstep:
 
     @torch.no_grad()
     def run_to(self, nodes: list[fx.Node]) -> Iterator[list[Values]]:
-        """Run each network up to its node, and yield each batch's values there.
+        """Run each network up to its node, and yield for each batch the values of each network.
 
-        The node itself is not run. The caller may add the node's value to the yielded values.
+        The node itself is not run. The caller may add the node's value to the yielded values. The
+        run to the next stop then takes that value, and does not compute it again.
 
         Args:
             nodes: The node of each network, in the order of the networks.
@@ -230,6 +248,7 @@ class Lockstep:
                 what = "these images take another way through the network than the first"
                 raise misfit(error, what, self.first) from None
 
+            # The values that are new since the last stop are checked after the last batch.
             for values, before in zip(batch, stored, strict=True):
                 extremes += _extremes(values[name] for name in values.keys() - before.keys())
             yield batch
@@ -239,7 +258,7 @@ class Lockstep:
                     _stored(values, before) for values, before in zip(batch, stored, strict=True)
                 ]
 
-        # Reading an answer waits for the device, so all batches are asked at once.
+        # Reading an answer waits for the GPU, so it is read once for all batches.
         if extremes and not bool(torch.stack(extremes).isfinite().all()):
             raise VerificationError(
                 "the network gives values that are not finite on the calibration images"
@@ -250,44 +269,46 @@ class Lockstep:
 
 
 def _stored(values: Values, before: Values) -> Values:
-    """Return values as they are stored: new large tensors move into mapped files.
+    """Return values as they are stored: new large tensors are moved to files mapped into memory.
 
     On a GPU with memory to spare they stay where they are.
 
     Args:
-        values: The values at a stop.
-        before: The values that are stored already, which are kept as they are.
+        values: The values at a stop, by name.
+        before: The values that were stored at an earlier stop. They are kept as they are.
     """
-    # A network may write into one view of a memory and read another, so views are not copied apart.
+    # How many of the tensors use the same memory. A network may write into one view of a memory and
+    # read another view, so tensors that share memory are not moved to separate files.
     sharing = Counter(
         value.untyped_storage().data_ptr() for value in values.values() if isinstance(value, Tensor)
     )
     stored: Values = {}
     for name, value in values.items():
         stored[name] = before.get(name, value)
-        large = isinstance(value, Tensor) and value.nbytes >= LARGE and value.is_contiguous()
-        if large and name not in before and sharing[value.untyped_storage().data_ptr()] == 1:
+        is_large = isinstance(value, Tensor) and value.nbytes >= LARGE and value.is_contiguous()
+        if is_large and name not in before and sharing[value.untyped_storage().data_ptr()] == 1:
             stored[name] = value if _device_holds(value) else _mapped(value)
     return stored
 
 
 def _device_holds(value: Tensor) -> bool:
-    """Whether a tensor is on a GPU of whose memory at least half is free.
+    """Whether a tensor is on a GPU with at least half of its memory free.
 
-    There it may stay: the way to the host and back takes longer than what is computed from it.
+    It may stay there then. Copying it to the host and back takes longer than computing with it.
     """
     if value.device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(value.device)
-    # torch keeps memory that no tensor uses.
+    # torch reserves memory that no tensor uses yet. That counts as free, too.
     unused = torch.cuda.memory_reserved(value.device) - torch.cuda.memory_allocated(value.device)
     return 2 * (free + unused) >= total
 
 
 def _mapped(value: Tensor) -> Tensor:
-    """Return a copy in a mapped temporary file, which the system can write to disk.
+    """Return a copy of a tensor in a temporary file that is mapped into memory.
 
-    The tensor itself is returned if the disk is nearly full.
+    The operating system can write such memory to disk. If the disk is nearly full, the tensor
+    itself is returned.
     """
     # Writing to a mapped file on a full disk kills the process.
     if shutil.disk_usage(tempfile.gettempdir()).free < 2 * value.nbytes:
@@ -298,9 +319,10 @@ def _mapped(value: Tensor) -> Tensor:
 
 
 def _loaded(values: Values, device: torch.device) -> Values:
-    """Return stored values with the tensors of mapped files on the device."""
+    """Return stored values, with a copy on the device of each tensor that is in a mapped file."""
     loaded = dict(values)
     for name, value in values.items():
+        # The storage of such a tensor has the name of its file.
         if (
             isinstance(value, Tensor)
             and value.device.type == "cpu"
@@ -311,9 +333,9 @@ def _loaded(values: Values, device: torch.device) -> Values:
 
 
 def _extremes(values: Iterable[object]) -> Iterator[Tensor]:
-    """Yield the least and the largest value of each floating-point tensor.
+    """Yield the least and the largest number of each floating-point tensor among some values.
 
-    Both are finite if and only if the whole tensor is, as NaN counts as least and as largest.
+    Both are finite if and only if the whole tensor is, as a NaN is returned as least and largest.
     """
     for value in values:
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():

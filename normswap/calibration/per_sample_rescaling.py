@@ -1,13 +1,15 @@
-"""Choose the sign and scale of each channel before a per-sample norm, so that the norm costs least.
+"""Choose the sign and scale of each channel before a GroupNorm, so that the norm costs least.
 
-Such a norm subtracts each sample's group mean and divides by its group deviation; gamma and beta
-compensate the sign and scale of a channel. Correlated channels cancel in the group's mean where
-their signs differ. For independent channels, where one deviation of channel c moves the output by
-a_c, the best deviations are sqrt(a_c): sum(phi^2) sum(a^2 / phi^2) has its minimum at phi^4 = a^2.
-From there, with the signs of `least_sum`, gradient descent lowers `NormInputs.loss`.
+The GroupNorm takes the place of a BatchNorm. It subtracts each sample's group mean and divides by
+its group deviation, which differ from the BatchNorm's statistics. The cost is the error that this
+makes. A channel may be multiplied by any factor before the norm, as gamma and beta compensate it.
+Correlated channels cancel in the group's mean if their signs differ. For independent channels,
+where one deviation of channel c moves the output by a_c, the best deviations are sqrt(a_c):
+sum(phi^2) sum(a^2 / phi^2) has its minimum at phi^4 = a^2. From there, with the signs of
+`least_sum`, gradient descent lowers `NormInputs.loss`.
 
-The loss needs each image's mean and mean square per channel. These come from dead leaves, so that
-no images are needed, and from the user's images if there are any.
+The loss needs each image's mean and mean square per channel. These come from dead leaves (images of
+random shapes), so that no images are needed, and from the user's images if there are any.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from normswap.sites.site import site_of
 
 # At most so many of the user's images are used.
 MOST = 256
-# The search for signs starts from so many random ones.
+# The search for the signs of channels starts from so many random choices.
 STARTS = 8
 # The descent has so many steps with this learning rate, and changes a scale's logarithm at most by
 # FARTHEST.
@@ -53,7 +55,7 @@ LEAST_VARIANCE = 1e-4
 def rescalable(step: Step) -> dict[str, Body]:
     """Return the arguments of each GroupNorm of a step whose input may be rescaled, by path.
 
-    The input may be rescaled if the GroupNorm has an eps of its own.
+    It may be rescaled if the step's plan states an eps for the GroupNorm.
     """
     return {
         edit.path: edit.args
@@ -66,18 +68,19 @@ def rescalable(step: Step) -> dict[str, Body]:
 def choose_rescaling(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Rescale the channels before each norm so that statistics per sample cost least, in place.
+    """Rescale the channels before each GroupNorm, in place, so that the norm costs least.
 
-    Scales are chosen for the GroupNorms of the result. Both networks get the same scales, so that
-    the result can be fitted to the target layer by layer.
+    Scales are chosen for the GroupNorms of the result. The same channels of the target, which has
+    BatchNorms, get the same scales, so that the result can be fitted to it layer by layer.
 
     Args:
         target: The network that the result is fitted to, with BatchNorms in place of the GroupNorms
-            (`groupnorm.fitting_target`). It computes the same function before and after.
+            (`groupnorm.fitting_target`). Its BatchNorms undo the scales, so it computes the same
+            function as before.
         result: The network with GroupNorms.
         step: The step of the plan that made the result.
-        example: A call of the networks, for the form of the dead leaves.
-        batches: Calls with the user's images. There are none if the user gave none.
+        example: A call of the networks, in which dead leaves take the place of the images.
+        batches: Calls with the user's images. It is empty if the user gave none.
     """
     args = rescalable(step)
     # By the path of a norm, the path of the convolution before it, which holds the norm's scales.
@@ -87,6 +90,7 @@ def choose_rescaling(
     # Dead leaves are always among the images, so that scales can be chosen without the user's, and
     # so that a few images do not decide alone.
     inputs: dict[str, NormInputs] = {}
+    # Each pass over images gives a record for each norm. The second record is put beside the first.
     for images in (dead_leaves(target, example, norms), first_images(target, batches, MOST)):
         for path, moments in observed(target, norms, images, image_moments).items():
             means, squares = torch.cat(moments, 1).cpu()
@@ -111,9 +115,12 @@ def choose_rescaling(
 
 
 def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
-    """Return the signed scales (C,) of each norm, by path.
+    """Return the signed scales (C,) of each norm's input channels, by the norm's path.
 
     Norms whose inputs have the same shape share one descent, which takes fewer calls of torch.
+
+    Args:
+        inputs: The inputs of each norm, by the norm's path.
     """
     by_shape: dict[torch.Size, list[str]] = {}
     for path, norm_inputs in inputs.items():
@@ -129,30 +136,30 @@ def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
 
 
 def _about_mean(means: Numbers, squares: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the means and the mean squares of channels about their mean over all images.
+    """Return the means and mean squares of channels after the mean over all images is subtracted.
 
     Args:
         means: The mean of each channel in each image, (N, C).
         squares: The mean square of each channel in each image, (N, C).
     """
     centre = means.mean(0)
-    apart = means - centre
-    # A mean square is no smaller than the squared mean. Rounding can make it smaller in a constant
-    # channel, whose mean would then outweigh all others.
-    return apart, np.maximum(squares - 2 * centre * means + centre**2, apart**2)
+    centred = means - centre
+    # E (x - c)^2 = E x^2 - 2 c E x + c^2. A mean square is no smaller than the squared mean.
+    # Rounding can make it smaller in a constant channel, whose mean would then outweigh all others.
+    return centred, np.maximum(squares - 2 * centre * means + centre**2, centred**2)
 
 
 @dataclass(frozen=True)
 class NormInputs:
-    """The inputs of a norm with G groups of c channels, and the cost of errors there.
+    """Moments of the inputs of a norm with G groups of c channels, and the cost of errors there.
 
     Args:
         means: The mean of each channel in each image, less the mean over all images, (G, N, c).
         squares: The mean square of each channel in each image about the same mean, (G, N, c).
         var: The running variance of each channel, (G, c).
         effect: The cost of a squared error in each channel, (G, c).
-        eps: The eps that counts for each group, (G, 1): the norm's eps times the group's mean
-            variance over the mean variance of all groups.
+        eps: The eps that is added to each group's variance, (G, 1): the norm's eps times the
+            group's mean variance over the mean variance of all groups.
     """
 
     means: Tensor
@@ -165,11 +172,11 @@ class NormInputs:
     def of(
         cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float
     ) -> NormInputs:
-        """Return the inputs of a norm, each channel scaled to its running variance.
+        """Return the record of a norm's inputs, with each channel scaled to its running variance.
 
-        The network was not trained on dead leaves. A channel that is nearly constant on them would
-        get a large scale, and dominate its group on other images. A squared error of channel c
-        costs (gamma_c / deviation_c)^2.
+        The network was not trained on dead leaves. Without that scaling, a channel that is nearly
+        constant on them would get a large scale, and dominate its group on other images. A squared
+        error of channel c costs (gamma_c / deviation_c)^2.
 
         Args:
             means: The mean of each channel in each image, (N, C).
@@ -187,22 +194,25 @@ class NormInputs:
         effect = scales**2
         effect = effect / max(effect.max(), 1e-30)
 
-        # Part the channels into groups, and scale each to its running variance.
-        apart, about_mean = _about_mean(means.double().numpy(), squares.double().numpy())
-        by_group = (len(apart), groups, -1)
-        centred = apart.reshape(by_group).swapaxes(0, 1)
-        energy = about_mean.reshape(by_group).swapaxes(0, 1)
+        # Part the channels into groups, (N, C) to (G, N, c), and scale each to its running
+        # variance.
+        centred_means, centred_squares = _about_mean(
+            means.double().numpy(), squares.double().numpy()
+        )
+        by_group = (len(centred_means), groups, -1)
+        centred = centred_means.reshape(by_group).swapaxes(0, 1)
+        energy = centred_squares.reshape(by_group).swapaxes(0, 1)
         ratio = np.sqrt(variances / np.maximum(energy.mean(1), 1e-30))[:, None]
         centred = centred * ratio
         energy = energy * ratio**2
 
-        # The eps that counts for a group is the result's, times the group's mean variance over that
-        # of all groups. It is no less than the source's.
+        # The eps of a group is the GroupNorm's, times the group's mean variance over the mean
+        # variance of all groups. It is no less than the BatchNorm's.
         mean_var = variances.mean(1, keepdims=True)
         share = mean_var / max(mean_var.mean(), 1e-30)
         own_eps = np.maximum(eps * share, site_of(norm).eps)
 
-        # A group of constant channels gets the variance 1.
+        # A group of constant channels gets the variance 1, so that nothing is divided by 0.
         constant = mean_var <= 1e-30
         centred = np.where(constant[:, None], 0.0, centred)
         energy = np.where(constant[:, None], 1.0, energy)
@@ -213,7 +223,7 @@ class NormInputs:
 
     @classmethod
     def joined(cls, inputs: Iterable[NormInputs]) -> NormInputs:
-        """Return the groups of all inputs in one record.
+        """Return one record with the groups of several norms, one norm after the other.
 
         All inputs must have the same number of images, and of channels in a group.
         """
@@ -224,7 +234,7 @@ class NormInputs:
         return cls(*(torch.cat(values) for values in tensors))
 
     def beside(self, other: NormInputs) -> NormInputs:
-        """Return the inputs of one norm on the images of both records."""
+        """Return one record with the images of two records of the same norm."""
         means = torch.cat([self.means, other.means], 1)
         squares = torch.cat([self.squares, other.squares], 1)
         return NormInputs(means, squares, self.var, self.effect, self.eps)
@@ -234,31 +244,38 @@ class NormInputs:
 
         The variance, averaged over the channels of a group, stays as it was.
         """
+        # The signs make the variance of each group's mean small: with A = x' x, t' A t is the mean
+        # square over the images of the sum of a group's signed means.
         scale = self._with_mean_variance(self._by_cost())
         x = self.means * scale[:, None] / self.means.shape[1] ** 0.5
         signs = np.stack([least_sum(group.T @ group) for group in x.double().numpy()])
         return self.descended(scale * torch.from_numpy(signs).float()).flatten().double()
 
     def _by_cost(self) -> Tensor:
-        """Return scales (G, c) that give each channel the best deviation if it is independent.
+        """Return the scales (G, c) that would be best if the channels were independent.
 
-        That deviation is the sqrt(a_c) of the module's docstring.
+        They give each channel the deviation sqrt(a_c) of the module's docstring. There a_c is
+        sqrt(effect variance). Costs and variances have lower bounds, so that no scale is extreme.
         """
         cost = (self.effect * self.var) ** 0.25
         cost = cost.clamp_min(1e-30).maximum(LEAST_COST * cost.mean(1, keepdim=True))
         return cost / self.var.maximum(LEAST_VARIANCE * self.var.mean(1, keepdim=True)).sqrt()
 
     def _with_mean_variance(self, scale: Tensor) -> Tensor:
-        """Return scales (G, c) times a factor per group that keeps the group's mean variance."""
+        """Return scales (G, c) times a factor per group that keeps the group's mean variance.
+
+        The scaled channels then have the same variance on average as the unscaled ones.
+        """
         variance = (self.var * scale * scale).mean(1, keepdim=True).clamp_min(1e-30)
         return scale * (self.var.mean(1, keepdim=True) / variance).sqrt()
 
     def descended(self, scale: Tensor) -> Tensor:
         """Return the scales (G, c) to which Adam's descent on the loss leads. Signs stay.
 
-        The steps are NumPy's: they are many, and small, and run on the CPU whatever the network's
-        device is.
+        The descent runs in NumPy, as the steps are many and small, and run on the CPU whatever the
+        network's device is.
         """
+        # Each group's gradient is divided by its loss at the start.
         unit = self.loss(self._with_mean_variance(scale)).clamp_min(1e-30).double().numpy()
         loss = _Loss(
             means=self.means.double().numpy(),
@@ -269,15 +286,17 @@ class NormInputs:
             chance=self.means.double().var(1).numpy(),
         )
 
+        # The values that are changed are the logarithms of the scales, relative to the start.
         start = scale.double().numpy()
-        log = Adam(np.zeros_like(start), RATE, FARTHEST)
+        descent = Adam(np.zeros_like(start), RATE, FARTHEST)
         for _ in range(STEPS):
-            log.step(loss.gradient(start * np.exp(log.values)) / unit[:, None])
+            descent.step(loss.gradient(start * np.exp(descent.values)) / unit[:, None])
 
-        return self._with_mean_variance(scale * torch.from_numpy(np.exp(log.values)).to(scale))
+        factors = torch.from_numpy(np.exp(descent.values)).to(scale)
+        return self._with_mean_variance(scale * factors)
 
     def loss(self, scale: Tensor) -> Tensor:
-        """Return what each group loses by taking its statistics from each image, (G,).
+        """Return the error that each group makes by taking its statistics from each image, (G,).
 
         The norm of z = scale x, matched to the average image and taken back to x, errs by (r - 1) x
         - r mean(z) / scale. Here r = sqrt((v + eps) / (u + eps)), where u is the image's variance
@@ -307,7 +326,8 @@ class NormInputs:
             + moved_mean.square() * shift_cost.sum(1, keepdim=True)
         )
 
-        # The mean of z also varies by chance: if channels are independent, by this variance.
+        # The mean of z also varies by chance. Its variance, if channels were independent, adds a
+        # share (`CHANCE`) to the loss.
         independent = self.means.var(1) * scale.square()
         mean_variance = independent.sum(1) / channels**2
         return cost.mean(1) + CHANCE * shift_cost.sum(1) * mean_variance
@@ -336,17 +356,19 @@ class _Loss:
     def gradient(self, scale: Numbers) -> Numbers:
         """Return the derivative of each group's loss by the logarithms of its scales, (G, c).
 
-        The loss is that of `NormInputs._with_mean_variance`: if one scale grows, all scales of its
-        group are divided by a factor that keeps the group's mean variance.
+        The loss is taken at the scales that `NormInputs._with_mean_variance` returns: if one scale
+        grows, all scales of its group are divided by a factor that keeps the group's mean variance.
 
         Args:
             scale: The scales before that factor, (G, c).
         """
-        part = self.var * scale**2
-        total = np.maximum(part.sum(1, keepdims=True), 1e-30)
-        part = part / total
+        variances = self.var * scale**2
+        total = np.maximum(variances.sum(1, keepdims=True), 1e-30)
+        # The share of each channel in the variance of its group is the derivative of the factor's
+        # logarithm, with the sign reversed.
+        shares = variances / total
         by_scale = self._by_log_scale(scale * np.sqrt(self.var.sum(1, keepdims=True) / total))
-        gradient: Numbers = by_scale - by_scale.sum(1, keepdims=True) * part
+        gradient: Numbers = by_scale - by_scale.sum(1, keepdims=True) * shares
         return gradient
 
     def _by_log_scale(self, scale: Numbers) -> Numbers:
@@ -358,7 +380,7 @@ class _Loss:
         images, channels = self.means.shape[1:]
         inverse = self.effect / scale
 
-        # The loss, up to the cost.
+        # The terms of the loss, as in `NormInputs.loss`.
         mean, cross = np.moveaxis(self.means @ np.stack([scale / channels, inverse], 2), 2, 0)
         energy, square = np.moveaxis(self.squares @ np.stack([scale**2, self.effect], 2), 2, 0)
         var = energy / channels - mean**2
@@ -379,17 +401,19 @@ class _Loss:
         by_cross = -2 * off * ratio * mean / images
         by_total_shift = (ratio**2 * mean**2).mean(1, keepdims=True)
 
-        # The ratio depends on each image's variance, and on the mean variance of all images.
+        # The ratio depends on each image's variance, and on the mean variance of all images. Where
+        # the variance was clamped to 0, its derivative is 0.
         pull = by_ratio * ratio / 2
         by_var = pull.sum(1, keepdims=True) / mean_var / images - pull / (var + self.eps)
         by_var = np.where(positive, by_var, 0.0)
         by_mean = 2 * ratio * (ratio * mean * total_shift - off * cross) / images
         by_mean = by_mean - 2 * mean * by_var
 
-        # The mean of independent channels varies by chance.
+        # The second term of the loss: the mean of independent channels varies by chance.
         independent = self.chance * scale**2 * CHANCE / channels**2
         by_total_shift = by_total_shift + independent.sum(1, keepdims=True)
 
+        # From these to the logarithms of the scales, which enter through z = scale x and 1 / scale.
         by_means = np.stack([by_mean, by_cross], 1) @ self.means
         by_energy = (by_var[:, None] / channels @ self.squares)[:, 0]
         gradient: Numbers = (
@@ -403,10 +427,10 @@ class _Loss:
 
 
 def least_sum(quadratic: Numbers) -> Numbers:
-    """Return signs t (C,) that make t' A t small.
+    """Return signs t (C,), each 1 or -1, that make t' A t small.
 
-    Each of several descents starts from random signs and flips one sign at a time. The lowest end
-    is returned.
+    Several descents start from random signs and flip one sign at a time, until no flip lowers the
+    value. The signs with the lowest value are returned.
 
     Args:
         quadratic: The symmetric matrix A, (C, C).
@@ -416,7 +440,7 @@ def least_sum(quadratic: Numbers) -> Numbers:
         torch.randint(0, 2, (STARTS, len(quadratic)), generator=generator).double().numpy() * 2 - 1
     )
     diagonal = quadratic.diagonal()
-    # Smaller changes are rounding, and could flip signs forever.
+    # A smaller decrease may be rounding. Following it could flip signs forever.
     least_change = -1e-12 * diagonal.sum() / 2
     best: Numbers = starts[0]
 
@@ -425,6 +449,7 @@ def least_sum(quadratic: Numbers) -> Numbers:
         # Flipping the sign of channel c changes t' A t by 8 times `changes[c]`.
         changes = (diagonal - signs * (quadratic @ signs)) / 2
         while changes[channel := changes.argmin()] < least_change:
+            # Flip the sign that lowers the value most, and update the changes of the others.
             change = changes[channel]
             changes += signs[channel] * signs * quadratic[channel]
             # Flipping the same sign back would undo the change.

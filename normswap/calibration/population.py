@@ -1,11 +1,11 @@
 """Estimate the population statistics of BatchNorm anew, from images.
 
-The network runs with each norm on the statistics of its batch. Per norm and channel, with m values
-in a batch:
+The network runs with each norm on the statistics of the batch, as in training. For each norm and
+channel, with m values in a batch of mean mu_B and variance sigma_B^2:
 
     E[x] = mean over batches of mu_B,      Var[x] = m / (m - 1) * mean over batches of sigma_B^2
 
-Batches of several sizes count by their numbers of images.
+If batches have different sizes, each is weighted by its number of images.
 
 Source: Ioffe & Szegedy 2015 (arXiv:1502.03167), algorithm 2, lines 8 to 10.
 """
@@ -25,14 +25,15 @@ from normswap.errors import RefusedError, SourceError, VerificationError
 from normswap.models.modes import Progress, evaluating, hooked
 from normswap.sites.site import Site, sites_of
 
-# The largest standard error of a channel's mean, in deviations of the channel. It holds for the
-# median channel of the worst norm. With 2 to 8 images, four trained networks lost 2 to 20 points of
-# top-1 above this error, and 0 to 4 below it.
+# The largest standard error of a channel's mean that is allowed, in standard deviations of the
+# channel. Of each norm the median channel counts. With 2 to 8 images, four trained networks lost 2
+# to 20 points of top-1 above this error, and 0 to 4 below it.
 MOST_ERROR = 0.3
 _MISFIT = "the network does not run on these images as in training"
 
-# By path, sums over images (3, C) in float64, and the number of images. The sums are those of the
-# batch's mean, its unbiased variance and the mean square of its images' means.
+# For each norm, by its path: three sums over images (3, C) in float64, and the number of images.
+# Each image adds the mean of its batch, the batch's unbiased variance, and the mean square of the
+# means of the batch's images.
 _Sums = dict[str, tuple[Tensor, int]]
 
 
@@ -41,7 +42,9 @@ class _OneValueError(SourceError):
 
 
 def norms_of(model: nn.Module) -> dict[str, Site]:
-    """Return the norms that have running statistics to estimate, by path.
+    """Return the norms whose running statistics can be estimated, by path.
+
+    They are the norms that take statistics of the batch in training.
 
     Raises:
         RefusedError: There are none, two norms share their statistics, or it is unknown what the
@@ -55,6 +58,7 @@ def norms_of(model: nn.Module) -> dict[str, Site]:
             raise RefusedError(f"cannot estimate {site.path}", site.refusal_to_measure)
         norms[site.path] = site
 
+    # Two norms that share a tensor of statistics cannot each have their own.
     holders: dict[int, str] = {}
     for path, site in norms.items():
         other = holders.setdefault(id(site.module.running_mean), path)
@@ -102,6 +106,8 @@ def estimate_population(
     norms = norms_of(model)
     total = operator.length_hint(batches)
 
+    # The numbers of batches, of images in them, and of images in batches that were left out because
+    # a norm sees one value per channel there. `unusable` is the error of the first of the latter.
     count = 0
     images = 0
     left_out = 0
@@ -128,6 +134,7 @@ def estimate_population(
     if not count:
         raise SourceError("0 calibration images", "at least one is needed")
 
+    # `number` counts the images that the norm has seen, `moments` has the sums over them.
     for path, (moments, number) in sums.items():
         norm: Any = norms[path].module
         if not bool(moments.isfinite().all()):
@@ -193,11 +200,15 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
 
 @contextmanager
 def _as_in_training(model: nn.Module, norms: Mapping[str, Site]) -> Iterator[_Sums]:
-    """In a `with` block, put the norms and nothing else into training mode.
+    """Context manager: put the norms into training mode, and all other modules into eval mode.
 
-    The block gets a dict, to which each norm adds the sums of its input's moments whenever it runs.
-    The caller clears the dict before each batch. Afterwards the modes and the norms' buffers are
+    It yields a dict, to which each norm adds the sums of its input's moments whenever it runs. The
+    caller clears the dict before each batch. At the end the modes and the norms' buffers are
     restored.
+
+    Args:
+        model: The network.
+        norms: The norms, by path.
     """
     sums: _Sums = {}
     before: dict[Tensor, Tensor] = {}
@@ -222,6 +233,12 @@ def _as_in_training(model: nn.Module, norms: Mapping[str, Site]) -> Iterator[_Su
 
 def _add_input(sums: _Sums, site: Site, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
     """Add the moments of a norm's input to its sums, in place: a forward pre-hook.
+
+    Args:
+        sums: The sums of all norms.
+        site: The norm and its path.
+        norm: The norm itself, as a hook gets it.
+        args: The arguments of the norm's forward.
 
     Raises:
         SourceError: The norm sees one value per channel.

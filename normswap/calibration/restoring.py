@@ -27,7 +27,8 @@ from normswap.layers.planned_layer import Linearity
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
 
-# The same network run node by node and as a whole differs by far less than this relative L2.
+# If the outputs of a network that is run node by node differ from those of the network itself by
+# more than this relative L2, that is no rounding.
 _ROUNDING = 1e-3
 # A channel's variance is left alone if it is below _CONSTANT times the reference's variance, or if
 # the reference's deviation is below _EQUAL times the reference's mean.
@@ -37,7 +38,7 @@ _EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class _SharedLayer:
-    """A layer whose output is corrected, which the network and all references have.
+    """A layer that the network and all references have, and whose output is corrected.
 
     Args:
         path: The path of the layer.
@@ -59,7 +60,9 @@ def restore(
     means_only: bool = False,
     progress: Progress | None = None,
 ) -> tuple[str, ...]:
-    """Give the outputs of a network's layers the references' mean and variance, in place.
+    """Set weights and biases, in place, so that layers' outputs have the references' moments.
+
+    Moments are the mean and variance per channel.
 
     Args:
         model: The network whose weights and biases are set.
@@ -70,7 +73,7 @@ def restore(
         progress: Called with the number of layers that are done, and the number of all layers.
 
     Returns:
-        Notes for the user: what was set, and which layers have no bias.
+        Notes for the user: what was set, and how many layers have no bias.
 
     Raises:
         SourceError: The images are unusable or too few.
@@ -87,7 +90,12 @@ def restore(
             )
             raise RefusedError("the reference has no layer of the network's", why)
 
-        _check_recorded(lockstep.interpreters[-1], lockstep.first.first(2))
+        # The network, which is the last in the lockstep, is checked on two images.
+        two_images = lockstep.first.first(2)
+        _require_nodes_compute_network(lockstep.interpreters[-1], two_images)
+
+        # Each layer is set before the next one is measured. So a layer is measured on the outputs
+        # of the corrected layers before it.
         for number, shared in enumerate(shared_layers, 1):
             *targets, current = _moments(lockstep, shared)
             if current.count < 2:
@@ -124,7 +132,7 @@ def _shared_layers(recorded: list[Interpreter]) -> Iterator[_SharedLayer]:
         if layer is None or not fits(layer) or len(network.calls[id(layer)]) != 1:
             continue
 
-        # The layer's node in each reference that has the layer.
+        # The layer's node in each reference that has the layer, and calls it once.
         nodes = []
         for reference in references:
             counterpart = reference.modules.get(str(node.target))
@@ -137,6 +145,7 @@ def _shared_layers(recorded: list[Interpreter]) -> Iterator[_SharedLayer]:
 
         if len(nodes) != len(references):
             continue
+        # A weight that is computed from other tensors is no parameter of the layer.
         if type(layer._parameters.get("weight")) is not nn.Parameter:
             raise RefusedError(
                 f"the weight of {node.target} is made of other tensors, by a pruning hook or a"
@@ -149,8 +158,10 @@ def _shared_layers(recorded: list[Interpreter]) -> Iterator[_SharedLayer]:
         yield _SharedLayer(str(node.target), cast(Linearity, layer), (*nodes, node))
 
 
-def _check_recorded(interpreter: Interpreter, example: Example) -> None:
-    """Raise RefusedError if the recorded nodes compute something else than the network.
+def _require_nodes_compute_network(interpreter: Interpreter, example: Example) -> None:
+    """Raise RefusedError if the recorded nodes compute something else than the network itself.
+
+    Another library may have put hooks on modules, such as fake quantizers. No node shows these.
 
     Args:
         interpreter: The network that is run node by node.
@@ -162,6 +173,7 @@ def _check_recorded(interpreter: Interpreter, example: Example) -> None:
 
     recorded = [values.get(node.name) for node in interpreter.nodes[-1].all_input_nodes]
     for whole, by_nodes in zip(outputs.values(), recorded, strict=False):
+        # Outputs that cannot be compared are left out.
         if (
             not isinstance(by_nodes, Tensor)
             or whole.shape != by_nodes.shape
@@ -195,7 +207,8 @@ def _moments(lockstep: Lockstep, shared: _SharedLayer) -> list[ChannelMoments]:
             layer = interpreter.traced.linear(str(node.target))
             source = inputs(node)[0]
             output = layer(values[source.name])
-            # The network's own output is computed again when the layer has been corrected.
+            # The value of a reference is stored, so that the run to the next layer need not compute
+            # it. The network's own is not stored, as it changes when the layer is corrected.
             if interpreter is not lockstep.interpreters[-1]:
                 values[node.name] = output
             # The channels of a linear map's output come last, those of a convolution's second.
@@ -216,7 +229,7 @@ def _set(
     *,
     means_only: bool,
 ) -> None:
-    """Set weight and bias of a layer, in place, so that its output has the wanted moments.
+    """Set weight and bias of a layer, in place, so that its output has the targets' moments.
 
     Args:
         layer: The layer.

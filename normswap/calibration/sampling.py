@@ -15,10 +15,10 @@ from normswap.sites.own_forwards import CONVOLUTIONS
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether `patches` can read the layer.
+    """Whether `patches` can read a layer's inputs.
 
-    It reads linear maps, and convolutions that pad with zeros. A layer with a forward of its own
-    counts only if that forward is known.
+    It can for linear maps, and for convolutions that pad with zeros. A layer whose class overrides
+    torch's forward is read only if that forward is known.
     """
     if isinstance(module, CONVOLUTIONS) and module.padding_mode != "zeros":
         return False
@@ -34,7 +34,10 @@ def fits(module: nn.Module) -> bool:
 def patches(
     layer: Linearity, x: Tensor, y: Tensor, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return a layer's inputs and target outputs at the same p positions of all images.
+    """Return the inputs and targets of a layer at p random positions, the same in all images.
+
+    The inputs at a position are the numbers that the layer multiplies by its weight: for a
+    convolution, the input under the kernel.
 
     Args:
         layer: A convolution or a linear map.
@@ -51,6 +54,7 @@ def patches(
         x = x.reshape(len(x), -1, x.shape[-1])
         y = y.reshape(len(y), -1, y.shape[-1])
         places = draw(x.shape[1], count, generator).to(x.device)
+        # A linear map has one group.
         return x[:, None, places], y[:, None, places]
 
     sides = y.shape[2:]
@@ -66,14 +70,14 @@ def patches(
 
 
 def columns(maps: Tensor, places: Tensor) -> Tensor:
-    """Return the values of maps at some places of each sample, as (C, N p) in float64.
+    """Return the values of maps at the same p places of each sample, as (C, N p) in float64.
 
     Args:
         maps: The maps, (N, C, ...).
         places: The indices of the places in a flattened map, (p,).
     """
     flat = maps.reshape(*maps.shape[:2], -1)
-    # As many places as the map has are all of them, in order (`draw`).
+    # If there are as many places as the map has, they are all places, in order (`draw`).
     if flat.shape[2] != len(places):
         flat = flat[:, :, places]
     return flat.double().transpose(0, 1).flatten(1)
@@ -82,12 +86,13 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.intp]]) -> Tensor:
     """Return the inputs of a convolution at some positions of its output, (N, C, p, taps).
 
-    No padded copy is made: positions in the padding are multiplied by 0.
+    Taps are the positions of the kernel. No padded copy of the input is made: the values of taps
+    that lie in the padding are multiplied by 0.
 
     Args:
         conv: The convolution.
         x: The input, (N, C, ...).
-        at: The indices of the positions along each side.
+        at: The indices of the positions in the output, an array (p,) for each of its sides.
     """
     maps, padding = own_forwards.input_and_padding(conv, x)
     sides = maps.shape[2:]
@@ -98,7 +103,7 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.
     for side, positions in enumerate(at):
         tap = np.arange(conv.kernel_size[side]) * conv.dilation[side]
         padding_before, _ = padding[side]
-        # The first dimension counts the positions. Each side of the kernel has one of its own.
+        # The arrays have a dimension for the positions, then one for each side of the kernel.
         index = positions.reshape(-1, *(1,) * len(at)) * conv.stride[side] - padding_before
         index = index + tap.reshape(-1, *(1,) * (len(at) - 1 - side))
         inside = inside & (index >= 0) & (index < sides[side])

@@ -7,9 +7,9 @@ source's sum less the other term of the result's sum. The layer then corrects er
 stream. Every fit has a closed form, without gradients or labels.
 
 A fit to few images may err more on others, and least squares shrinks every layer towards the mean.
-So only a share of the fit is kept: the share that gives the best answers to held-out images. The
-share 0 keeps the weights before the fit, the share 1 the fitted weights. Between 0 and 1 tensors
-are interpolated.
+So only a share of the fit is kept: the share with which the outputs on held-out images are nearest
+to the source's. The share 0 keeps the weights before the fit, the share 1 the fitted weights.
+Between 0 and 1 tensors are interpolated.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
 from normswap.sites.site import site_of
 
-# Rows are taken from at most so many positions of an image.
+# A row is the patch of a layer's input at one position, with f numbers. Rows are taken from at most
+# so many positions of an image.
 PLACES = 64
-# Rows from all images together. A fit to n rows of f numbers has about f / n more squared error
-# than the best weights, so wide patches need more rows.
+# The bounds of the number of rows from all images together. A fit to n rows of f numbers has about
+# f / n more squared error than the best weights, so wide patches need more rows.
 LEAST_ROWS = 2**11
 MOST_ROWS = 2**15
 # The least rows for each number in a patch, and the most that are worth their time.
@@ -97,7 +98,7 @@ def refit(
     Raises:
         SourceError: The images are unusable or too few, or their values overflow when squared.
     """
-    # The tensors before the fit are needed only if a share of the fit may be kept.
+    # The tensors before the fit are needed only if less than the whole fit may be kept.
     before = values_of(result) if zero_sum is None and isinstance(batches, HeldOut) else {}
     with undisturbed(source), evaluating(result):
         lockstep = Lockstep(
@@ -105,15 +106,21 @@ def refit(
         )
         interpreters = lockstep.interpreters
         their_interpreter, our_interpreter = interpreters
-        fittable = fittable_layers(their_interpreter.traced, our_interpreter.traced)
-        # The third entry is the path.
-        layers = [layer for layer in fittable if only(layer[2])]
+        layers = [
+            (theirs, ours, path, module)
+            for theirs, ours, path, module in fittable_layers(
+                their_interpreter.traced, our_interpreter.traced
+            )
+            if only(path)
+        ]
 
         for number, (theirs, ours, path, module) in enumerate(layers):
             pair = LayerPair(
                 lockstep, theirs, ours, Destination.of(interpreters, theirs, ours), seed + number
             )
             try:
+                # The layer is a BatchNorm in place of a norm with statistics per sample, or a norm
+                # with statistics per sample, or a convolution or linear map.
                 if estimates(module, source.get_submodule(path)):
                     _estimate_norm(module, source.get_submodule(path), pair)
                 elif normalizes(module):
@@ -138,8 +145,8 @@ def refit(
 def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node, str, nn.Module]]:
     """Return every layer that can be fitted, in the order of the result's forward.
 
-    Layers behind a detector's choice of boxes are left out: each network chooses its own boxes, so
-    their rows do not match.
+    Layers behind a detector's choice of boxes (non-maximum suppression) are left out: each network
+    chooses its own boxes, so row i of their inputs may be about different boxes.
 
     Args:
         theirs: The recorded forward of the source.
@@ -149,6 +156,7 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
         For each layer its node in the source, its node in the result, its path and the module.
     """
     boxes = after_suppression(theirs)
+    # The source's node that calls each module, by the module's path.
     calls = {str(node.target): node for node in theirs.nodes if node.op == "call_module"}
 
     layers = []
@@ -162,6 +170,9 @@ def fittable_layers(theirs: Traced, ours: Traced) -> list[tuple[fx.Node, fx.Node
         our_calls = ours.calls[id(module)]
         their_calls = theirs.calls[id(source_module)]
         is_called_once = len(our_calls) == len(their_calls) == 1
+        # A BatchNorm is fitted if the source's layer is a norm with statistics per sample, and
+        # another norm if the source's layer is s x + t in eval mode. Of all other layers those are
+        # fitted whose patches can be read.
         if isinstance(module, SiteNorm) or estimates(module, source_module):
             can_be_fitted = site_of(source_module).averages
         elif normalizes(module):
@@ -199,8 +210,9 @@ class Destination:
 
     Args:
         scale: The factor of each channel, (C,) or (1,), in float64.
-        other_terms: The other term of that sum: its node in the source and its node in the result.
-            Empty if the output goes into no sum.
+        other_terms: The nodes of the other term of that sum. In a destination that was followed in
+            both networks they are the node in the source and the node in the result. Empty if the
+            output goes into no sum.
     """
 
     scale: Tensor
@@ -241,19 +253,20 @@ class Destination:
     def is_divisible(self) -> bool:
         """Whether no channel's scale is 0, so that a target can be divided by it.
 
-        The answer is read from the device once.
+        It is cached, because reading an answer from a GPU waits for the GPU.
         """
         return not bool((self.scale.abs() < 1e-6).any())
 
     def target(self, theirs: Values, ours: Values, source_value: Tensor) -> Tensor:
         """Return the target of the layer in the result, (N, C, ...).
 
-        If the output goes into a sum, the target is the source's output plus the difference between
-        the other terms of both networks, divided by the scale between layer and sum.
+        If the output goes into a sum, the sum of the result should be that of the source. So the
+        target is the source's output, plus the source's other term less the result's other term,
+        divided by the scale between layer and sum.
 
         Args:
-            theirs: The values of the source.
-            ours: The values of the result.
+            theirs: The values of the source, by the name of the node.
+            ours: The values of the result, by the name of the node.
             source_value: The layer's output in the source, (N, C, ...).
         """
         if not self.other_terms or not self.is_divisible:
@@ -279,6 +292,7 @@ def _follow(traced: Traced, node: fx.Node) -> Destination:
     # The other terms of the sum that the output goes into. Empty before the sum.
     other_terms: tuple[fx.Node, ...] = ()
 
+    # An output that several nodes read has no single destination.
     while len(traced.users[node]) == 1:
         reader = traced.users[node][0]
         module = traced.module(reader)
@@ -298,7 +312,7 @@ def _follow(traced: Traced, node: fx.Node) -> Destination:
             if not (does_nothing or is_passed_norm):
                 break
 
-        # A norm may have an activation of its own, as timm's have.
+        # A norm may have an activation of its own, as timm's have. Behind it nothing is followed.
         activation = None if site is None else site.activation or getattr(module, "act", None)
         if activation is not None and not isinstance(activation, nn.Identity):
             break
@@ -327,7 +341,11 @@ class LayerPair:
     seed: int
 
     def batches(self) -> Iterator[tuple[Values, Values, Tensor, Tensor]]:
-        """Yield the source's values, the result's, and the layer's input in each, by batch."""
+        """Yield, for each batch, both networks' values up to the layer, and the layer's inputs.
+
+        They are the values of the source and of the result, by the name of the node, then the
+        layer's input in the source and its input in the result.
+        """
         their_input = inputs(self.theirs)[0].name
         our_input = inputs(self.ours)[0].name
         for theirs, ours in self.lockstep.run_to([self.theirs, self.ours]):
@@ -343,6 +361,7 @@ def _fit_linear(module: Any, source: Any, pair: LayerPair, factors: Tensor | Non
         pair: The nodes of both, and the values that reach them.
         factors: The factors (I,) of the input channels, if filters must sum to zero.
     """
+    # A linear map has one group.
     groups = getattr(module, "groups", 1)
     weight = standardized.effective_weight(source).detach()
 
@@ -350,10 +369,12 @@ def _fit_linear(module: Any, source: Any, pair: LayerPair, factors: Tensor | Non
     # filters w sum to zero is then a condition on v: its sum with weights 1 / units is zero.
     units = torch.ones(groups, 1, 1).to(weight)
     zero_sum = None
+    # Each input channel has a column for each kernel position, and all of them get its factor.
     if factors is not None:
         units = factors.to(weight).view(groups, 1, -1).repeat_interleave(weight[0, 0].numel(), 2)
         zero_sum = 1 / units[:, 0].double()
 
+    # The ridge pulls towards the source's weights.
     prior = weight.reshape(groups, weight.shape[0] // groups, -1) * units
     # The division is rounded up, so that all images together give the rows that are needed.
     places_per_sample = min(PLACES, -(-rows_needed(prior.shape[2]) // pair.lockstep.rows))
@@ -390,6 +411,7 @@ def _fit_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
         source: The layer at the same path of the source.
         pair: The nodes of both, and the values that reach them.
     """
+    # The source's layer computes s x + t.
     s, t = site_of(source).scale_and_shift
     generator = torch.Generator().manual_seed(pair.seed)
 
@@ -399,10 +421,9 @@ def _fit_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
         # Inputs in half precision are normalized in float32.
         precision = torch.promote_types(our_input.dtype, torch.float32)
         x = columns(normalized(module, our_input.to(precision)), positions)
-        # The source's layer computes s x + t.
         y = s[:, None] * columns(their_input, positions) + t[:, None]
-        # If a sum follows, its other term differs between the networks. The norm makes up for that.
-        # What it makes up for passes the scale that stands between norm and sum.
+        # If a sum follows, its other term differs between the networks. The difference is added to
+        # the norm's target, divided by the scale that stands between norm and sum.
         destination = pair.destination
         if destination.other_terms and destination.is_divisible:
             their_term, our_term = destination.other_terms
@@ -417,10 +438,15 @@ def _fit_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
 
 
 def _estimate_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
-    """Set a BatchNorm, in place, to what the source's per-sample norm does on average.
+    """Set a BatchNorm, in place, to the map that the source's per-sample norm computes on average.
 
     The running statistics are those of the BatchNorm's input. Gamma and beta come from a
-    least-squares line.
+    least-squares line, from that input to the output of the source's norm.
+
+    Args:
+        module: The BatchNorm of the result.
+        source: The norm of the source, with statistics per sample.
+        pair: The nodes of both, and the values that reach them.
     """
     # The line is fitted to the norm's map, so an activation or dropout in its class is taken out.
     plain = copying.duplicate(source, {}).eval()
@@ -444,7 +470,7 @@ def _estimate_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
 
 
 def values_of(model: nn.Module) -> Values:
-    """Return a copy of all parameters and buffers, which are what a fit may change."""
+    """Return copies of all parameters and buffers of a network, by name."""
     return {name: tensor.detach().clone() for name, tensor in copying.tensors(model).items()}
 
 
@@ -452,16 +478,16 @@ def values_of(model: nn.Module) -> Values:
 def keep_share(
     source: nn.Module, result: nn.Module, before: Values, held: Sequence[Example]
 ) -> float:
-    """Keep the share of a fit whose answers to held-out images are nearest to the source's.
+    """Keep the share of a fit that brings outputs on held-out images nearest to the source's.
 
     Args:
-        source: The network whose answers are right.
+        source: The network whose outputs are right.
         result: The fitted network, which is set in place.
-        before: The result's tensors without the fit.
+        before: The result's tensors before the fit, by name.
         held: Calls with images that nothing was fitted to.
 
     Returns:
-        The share that was kept: 1 where no images are held out.
+        The share that was kept. It is 1 if no images are held out.
     """
     if not held:
         return 1.0
@@ -469,6 +495,7 @@ def keep_share(
     fitted = values_of(result)
     losses: dict[float, float] = {}
     with undisturbed(source), evaluating(result):
+        # The source's outputs for each held-out call. Each share of the fit is compared with them.
         answers = [
             dict(named_tensors(example.like(source).call_on_copies(source))) for example in held
         ]
@@ -490,7 +517,8 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
         model: The network.
         before: Its tensors without the fit, by name.
         fitted: Its fitted tensors, by name.
-        share: The share of the fit. Tensors of integers are the fitted ones unless it is 0.
+        share: The share of the fit: 0 gives the tensors before the fit, 1 the fitted ones. Tensors
+            of integers cannot be interpolated, and are the fitted ones for every share but 0.
     """
     tensors = copying.tensors(model)
     values = dict(fitted if share else before)
@@ -506,9 +534,15 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
 
 
 def _loss(expected: Values, result: nn.Module, example: Example) -> float:
-    """Return how far a network's answers to a call are from the expected ones.
+    """Return how far a network's outputs for a call are from the expected ones.
 
-    The loss is infinite if the answers have other names or shapes, or are not finite.
+    The loss is the sum of `divergence` over the floating-point outputs. It is infinite if outputs
+    have other names or shapes, or are not finite.
+
+    Args:
+        expected: The source's outputs, by name.
+        result: The network that is compared.
+        example: The call.
     """
     answers = dict(named_tensors(example.like(result).call_on_copies(result)))
     if answers.keys() != expected.keys() or any(
@@ -522,10 +556,10 @@ def _loss(expected: Values, result: nn.Module, example: Example) -> float:
 
 
 def divergence(expected: Tensor, answers: Tensor) -> Tensor:
-    """Return how far answers are from the expected ones, a float64 scalar.
+    """Return how far an output is from the expected one, as a float64 scalar.
 
-    Logits (N, K) give the sum of KL(expected || answers) over rows. Other shapes give the squared
-    distance.
+    Logits (N, K) of several classes give the sum over rows of the Kullback-Leibler divergence
+    KL(expected || answers). Other shapes give the sum of squared differences.
     """
     expected = expected.double()
     answers = answers.double()

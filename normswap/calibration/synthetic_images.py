@@ -66,7 +66,7 @@ def make(
 
     Args:
         model: The network whose statistics are matched. Nothing in it is changed.
-        form: A call whose images are replaced by the made ones.
+        form: A call of the network, in which the made images take the place of its images.
         size: The size of an image (C, H, W), of a signal (C, L) or of a clip (C, T, H, W).
         seed: Decides the noise from which the images are made.
         progress: Called with the number of steps that are done, and the number of all steps.
@@ -89,13 +89,15 @@ def make(
         raise OptionError(
             "synthetic images cannot be made", "the network takes more than images, or none", remedy
         )
+
     like = anchor(model)
     batches: list[Tensor] = []
     total = COUNT // BATCH
     for i in range(total):
         generator = torch.Generator().manual_seed(seed * total + i)
         white = torch.randn(BATCH, *size, generator=generator).to(like.device).requires_grad_()
-        # The factor gives the first images unit variance. It then stays the same.
+        # The descent changes `white`, and the images are `coloured(white) * level`. The level gives
+        # the images at the start unit variance, and then stays the same.
         level = 1 / coloured(white.detach()).std()
 
         optimizer = torch.optim.Adam([white], lr=RATE)
@@ -128,13 +130,13 @@ def make(
 
 @contextmanager
 def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect how far each norm's input is from its running statistics, while the network runs.
+    """Context manager: collect how far each norm's input is from its running statistics.
 
     A distance is the squared error of the input's mean, plus that of its deviation, averaged over
     channels. Both errors are in units of the running deviation.
 
     Yields:
-        A list, to which each call of a norm appends its distance.
+        A list, to which each call of a norm appends its distance. The caller clears it.
     """
     distances: list[Tensor] = []
 
@@ -145,7 +147,8 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
         variance, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
         _, running_variance = site.input_moments
 
-        # In units of the running deviation, the running mean is 0.
+        # `scale` and `shift` take the running mean to 0 and the running deviation to about 1 (the
+        # norm adds eps to the variance).
         mean_error = mean * scale + shift
         kept_deviation = running_variance.to(variance).sqrt() * scale
         deviation_error = (variance * scale.square() + 1e-12).sqrt() - kept_deviation
@@ -177,7 +180,7 @@ def coloured(noise: Tensor) -> Tensor:
 
 
 def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Return `count` images of noise with the spectrum of natural images and unit variance.
+    """Return images of noise with the spectrum of natural images and unit variance.
 
     Args:
         count: The number of images.
@@ -189,7 +192,7 @@ def pink(count: int, size: Sequence[int], seed: int) -> Tensor:
 
 
 def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
-    """Return `count` images of dead leaves with unit variance.
+    """Return images of dead leaves (random shapes that hide one another) with unit variance.
 
     Contrast, colours and a grain of noise are drawn for each image.
 
@@ -198,13 +201,13 @@ def leaves(count: int, size: Sequence[int], seed: int) -> Tensor:
         size: The size of an image, (C, H, W).
         seed: The seed of the random numbers.
     """
-    # The caller may write into its images.
+    # The drawn images are cached, and the caller may write into its images, so it gets a copy.
     return _drawn_leaves(count, tuple(size), seed).clone()
 
 
 @functools.lru_cache(maxsize=4)
 def _drawn_leaves(count: int, size: tuple[int, ...], seed: int) -> Tensor:
-    """Return the images of `leaves`. A second conversion of the process need not draw them anew."""
+    """Draw the images of `leaves`. They are cached for further conversions in the same process."""
     generator = torch.Generator().manual_seed(seed)
     channels, *sides = size
     # The shape of one number per image, which broadcasts to the images.
@@ -213,14 +216,16 @@ def _drawn_leaves(count: int, size: tuple[int, ...], seed: int) -> Tensor:
     def drawn(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator)
 
+    # The coordinates of each pixel, from 0 to 1: (dimensions, sides...).
     positions = torch.stack(
         torch.meshgrid(*(torch.linspace(0, 1, side) for side in sides), indexing="ij")
     )
+    # The background has one colour. Vividness is how much colours vary between channels.
     images = drawn(count, channels, *per_image[2:]).expand(count, *size)
     vividness = drawn(*per_image)
     for i in range(LEAVES):
         # Draw a radius r for each image, with a density that falls as r^-3: 1 / r^2 is uniform.
-        # The first leaves are large, so that no pixel stays empty.
+        # The first tenth of the leaves are large, so that they cover the background.
         inverse_square = SMALLEST**-2 + drawn(count) * (LARGEST**-2 - SMALLEST**-2)
         radius = LARGEST * (0.3 + 0.7 * drawn(count)) if i < LEAVES // 10 else inverse_square**-0.5
 

@@ -1,8 +1,8 @@
-"""Factors that make channels with long tails smaller before a tanh.
+"""Factors that make channels with long tails smaller before the tanh of a Dynamic Tanh layer.
 
 The loss of a channel x is the share of the variance of tanh(alpha x) that is not linear in x. Every
-channel gets the largest factor, at most 1, with which it loses no more than a channel of N(0, 1)
-does without one. Gamma compensates the factor.
+channel is multiplied by the largest factor, at most 1, with which its loss is no larger than that
+of a channel of N(0, 1) without a factor. Gamma compensates the factor.
 """
 
 from collections.abc import Iterable
@@ -22,10 +22,10 @@ MOST = 512
 PLACES = 16
 # If the user's images give fewer values of a channel, dead leaves are used in their place.
 ENOUGH = 256
-# A factor is 2^(-i / STEPS), and no smaller than 2^-OCTAVES.
+# A factor is 2^(-i / STEPS) for a whole number i, and no smaller than 2^-OCTAVES.
 STEPS = 4
 OCTAVES = 5
-# So many quantiles stand for N(0, 1).
+# The number of quantiles by which N(0, 1) is sampled.
 NORMAL = 2**14
 
 
@@ -33,17 +33,18 @@ NORMAL = 2**14
 def choose_factors(
     target: nn.Module, result: nn.Module, step: Step, example: Example, batches: Iterable[Example]
 ) -> None:
-    """Set the factor of each channel before a tanh, in place, in both networks.
+    """Multiply the channels before each tanh by factors, in place, in both networks.
 
-    Dead leaves are used for layers of which the user's images give too few values.
+    The factors are chosen on the user's images. For layers of which these give too few values, they
+    are chosen on dead leaves (images of random shapes).
 
     Args:
         target: The network that the result is fitted to, without the tanh (`dyt.fitting_target`).
-            It computes the same function before and after.
+            Its gammas undo the factors, so it computes the same function as before.
         result: The network with the tanh.
         step: The step of the plan that made the result.
-        example: A call of the networks, for the form of the dead leaves.
-        batches: Calls with the user's images. There are none if the user gave none.
+        example: A call of the networks, in which dead leaves take the place of the images.
+        batches: Calls with the user's images. It is empty if the user gave none.
     """
     # By the path of a tanh, the path of the convolution before it, which holds the factors.
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
@@ -51,6 +52,7 @@ def choose_factors(
     layers = {path: without_lead(target.get_submodule(path)) for path in alphas}
     generator = torch.Generator().manual_seed(0)
 
+    # The values (C, n) of a layer's input x (N, C, places) at some random places.
     def some_values(_: nn.Module, x: Tensor) -> Tensor:
         places = torch.randperm(x.shape[2], generator=generator)[:PLACES].to(x.device)
         return x[:, :, places].transpose(0, 1).flatten(1).float().cpu()
@@ -76,7 +78,9 @@ def choose_factors(
         layer_with_tanh = without_lead(result.get_submodule(path))
         factor = factors(x, alpha).double().to(layer_without_tanh.weight.device)
 
-        # The layer in front multiplies the input by the factor, and gamma compensates it.
+        # The layer in front multiplies the input by the factor, and gamma compensates that. Behind
+        # a tanh, gamma is proportional to the `gain`, by which the tanh fits its input best. The
+        # gain changes with the factor.
         for network in (target, result):
             rescale_output(rescaling_layer(network, path, holders), factor)
         layer_without_tanh.weight.copy_(layer_without_tanh.weight.double() / factor)
@@ -86,7 +90,7 @@ def choose_factors(
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:
-    """Return the factor of each channel before a tanh, (C,), by bisection.
+    """Return the factor for each channel before a tanh, (C,).
 
     A channel with values that are not finite gets the factor 1.
 
@@ -98,7 +102,8 @@ def factors(x: Tensor, alpha: float) -> Tensor:
     quantiles = torch.special.ndtri((torch.arange(NORMAL) + 0.5) / NORMAL)[None]
     largest_loss = lost(quantiles, torch.tensor([alpha]))
 
-    # Step k stands for the factor 2^(-k / STEPS). The first step that loses little enough is found.
+    # Bisection, for all channels at once: k stands for the factor 2^(-k / STEPS), and the smallest
+    # k with a loss that is small enough is found.
     low = torch.zeros(len(x))
     high = torch.full((len(x),), float(STEPS * OCTAVES))
     while bool((low < high).any()):

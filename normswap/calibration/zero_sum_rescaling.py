@@ -1,9 +1,10 @@
 """Rescale channels before filters are made to sum to zero, so that this costs least.
 
-A filter with the sum s gets a correction with the sum -s. The best such correction costs
-s^2 / (1' C^-1 1), where C is the covariance of the filter's inputs. A channel may be scaled by
-f > 0 if the layers around it let a factor pass (`channel_factors`). With u = 1 / f, S the filters'
-sums by channel and C the covariance of the channels' sums under the kernel, a layer of k taps loses
+Filters that sum to zero are those of weight standardization. A filter with the sum s gets a
+correction with the sum -s. The best such correction costs s^2 / (1' C^-1 1), where C is the
+covariance of the filter's inputs. A channel may be scaled by f > 0 if the layers around it let a
+factor pass (`channel_factors`). With u = 1 / f, S the filters' sums by channel and C the covariance
+of the channels' sums under the kernel, a layer with k kernel positions loses
 
     sum over filters of (S u / k)^2 / (u' C^-1 u).
 
@@ -32,8 +33,8 @@ from normswap.models.calling import Example
 from normswap.models.modes import Progress, evaluating, hooked
 from normswap.sites import own_forwards
 
-# Channels are rescaled if there are at least so many images. At most so many are used, and so many
-# positions of each.
+# Channels are rescaled if there are at least so many images (ENOUGH). At most so many are used
+# (MOST), and so many positions of each (PLACES).
 ENOUGH = 16
 MOST = 64
 PLACES = 32
@@ -81,6 +82,7 @@ def fit_zero_sum(
 
 
 def _sums_to_zero(path: str, module: nn.Module) -> bool:
+    """Whether a layer's filters are standardized and do not keep their mean."""
     return isinstance(module, STANDARDIZED) and not reparametrized.keeps_mean(module)
 
 
@@ -103,13 +105,15 @@ def rescale(
         only: Whether the layer at a path may be changed.
 
     Returns:
-        The factors (I,) of each layer's input channels, by path. There are none if the images are
-        too few, or the covariances cannot be inverted.
+        The factors (I,) of the input channels of each layer whose filters must sum to zero, by the
+        layer's path. The dict is empty, and nothing is scaled, if the images are too few, or the
+        covariances cannot be inverted.
     """
     examples = list(first_images(target, batches, MOST))
     if sum(example.count for example in examples) < ENOUGH:
         return {}
 
+    # `Channels` numbers the factors: channels that have to be scaled together share a factor.
     anatomy = inspection.inspect(target, examples[0].first(2))
     outside = frozenset(path for path in anatomy.traced.modules if not only(path))
     channels = Channels(PlanBuilder(replace(anatomy, outside=outside)))
@@ -134,7 +138,8 @@ class Loss:
 
     Args:
         reads: The number of the factor that scales each input channel, (I,).
-        sums: S' S / k^2 for each group of the convolution, (G, i, i).
+        sums: S' S / k^2 for each group of the convolution, (G, i, i): the products of the filters'
+            means over the kernel.
         inverse: The inverse C^-1 of the covariance for each group of the convolution, (G, i, i).
         variance: The sum of the variances of the layer's outputs.
     """
@@ -145,12 +150,12 @@ class Loss:
     variance: float
 
     def measured(self, logs: Numbers) -> tuple[float, Numbers]:
-        """Return the loss as a share of the variance, and its derivative by the input channels.
+        """Return the loss as a share of the variance, and its derivative.
 
         The derivative (I,) is by the logarithms of the factors of the layer's input channels.
 
         Args:
-            logs: The logarithms of all factors.
+            logs: The logarithms of all factors, by the factor's number.
         """
         sums = self.sums.numpy()
         # In the tables' precision, so that the tables need not be copied.
@@ -166,10 +171,15 @@ class Loss:
 
 
 def factors(losses: list[Loss], count: int) -> Tensor:
-    """Return the factors that make the losses small together, (count,).
+    """Return the factors that make the sum of the losses small, (count,).
 
-    The factor number `FIXED` scales the channels that cannot be scaled, so it stays 1. The steps
-    are NumPy's, as they are many, and run on the CPU whatever the network's device is.
+    The descent runs in NumPy, as its steps are many and small, and run on the CPU whatever the
+    network's device is.
+
+    Args:
+        losses: The loss of each layer whose filters must sum to zero.
+        count: The number of factors. Channels that cannot be scaled have the factor number `FIXED`,
+            which stays 1.
     """
     descent = Adam(np.zeros(count), RATE, FARTHEST)
     for _ in range(STEPS if losses else 0):
@@ -203,6 +213,7 @@ def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> l
         for example in examples:
             run(model, example)
 
+    # `pop`, so that the moments of a layer take no more memory once its loss is computed.
     convolutions = (cast(_ConvNd, model.get_submodule(reach.path)) for reach in layers)
     return [
         moments.pop(reach.path).loss(conv, reach.reads)
@@ -226,7 +237,7 @@ class _Moments:
     def look(
         self, layer: nn.modules.conv._ConvNd, args: tuple[Tensor, ...], output: Tensor
     ) -> None:
-        """Add the inputs and outputs of a convolution's call to the moments. It is a forward hook.
+        """Add the inputs and outputs of one call of a convolution, in place: a forward hook.
 
         Args:
             layer: The convolution.
@@ -250,7 +261,12 @@ class _Moments:
         self.yy = self.yy + y.square().sum(1)
 
     def loss(self, layer: _ConvNd, reads: Tensor) -> Loss:
-        """Return the loss of the convolution, whose input channels `reads` assigns to factors."""
+        """Return the loss of the convolution.
+
+        Args:
+            layer: The convolution.
+            reads: The number of the factor that scales each input channel, (I,).
+        """
         mean = self.x / self.count
         width = self.x.shape[1]
         covariance = self.xx / self.count - mean[:, :, None] * mean[:, None]
@@ -262,8 +278,9 @@ class _Moments:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
         inverse = inverse.float().cpu()
 
+        # The mean of each filter over the kernel, by input channel, is S / k.
         weight = effective_weight(layer).detach().double()
         means = weight.flatten(2).mean(2).unflatten(0, (layer.groups, -1))
-        lost = (means.transpose(1, 2) @ means).float().cpu()
+        sums = (means.transpose(1, 2) @ means).float().cpu()
         variance = (self.yy / self.count - (self.y / self.count).square()).sum()
-        return Loss(reads, lost, inverse, float(variance) + 1e-30)
+        return Loss(reads, sums, inverse, float(variance) + 1e-30)
