@@ -83,6 +83,7 @@ def _registered(name: str) -> Cfg:
 
 
 def _looks_like_path(name: str) -> bool:
+    """Return whether a name has a character that no name of timm has: a slash or a colon."""
     return any(mark in name for mark in "/\\:")
 
 
@@ -126,7 +127,7 @@ def _from_name(name: str, arguments: Cfg) -> Built:
     """
     model = create(Arch(name, arguments))
     cfg = hub.own_cfg(model) or {**_USUAL, "architecture": name}
-    # timm has replaced a deprecated name by the current one.
+    # If the name is deprecated, timm has put its current name into the record.
     arch = _untagged(cfg, arguments)
     source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
     preprocessing = hub.record(cfg, arch.kwargs, model)
@@ -188,6 +189,7 @@ def _load_named(model: nn.Module, source: str, arguments: Cfg, cfg: Cfg) -> nn.M
     with explained(SourceError, f"cannot get the weights of {source}"), quiet():
         model = timm.create_model(source, pretrained=True, **arguments).eval()
     check_network(model, source)
+    # If the weights have another number of classes, timm has made a new head.
     classes = getattr(model, "num_classes", None)
     if classes and cfg.get("num_classes") not in (None, classes):
         note_new_head("the head", classes)
@@ -275,6 +277,7 @@ def identify(
 
 
 def _rebuilt(arch: Arch, rebuild: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Return a newly built network, converted by `rebuild`."""
     return rebuild(create(arch))
 
 

@@ -128,7 +128,8 @@ def is_unfinished(path: Path, file: Path) -> bool:
     names = _entries(path)
     if _OWNER in names:
         return file.name in _names_of(path, file)
-    # A process that was killed before it wrote the list of names leaves an empty folder.
+    # A process that was killed before it wrote the list of names leaves an empty folder. Without
+    # the list, any other folder must hold the file or its old version.
     return not names or bool({file.name, "old"}.intersection(names))
 
 

@@ -100,29 +100,12 @@ def render(
         license: The license of the weights, by the hub's name. None if it is not known.
         accuracy: Top-1 of this network on labelled images. None if it was not measured.
     """
-    # Collect the entries of the card's YAML header, which the hub reads.
     steps = [_described(step) for step in record.plan.steps]
     arch = getattr(record.arch, "name", "network")
     title = f"{arch} converted to {steps[-1]}" if steps else arch
-    task = "image-feature-extraction"
-    if record.pretrained_cfg.get("num_classes"):
-        task = "image-classification"
     code = code or loading_code(".", record)
-
-    builders = [record.arch.builder] if record.arch else []
     base = base_model(record)
-    dataset = accuracy.dataset if accuracy else None
-    data = ModelCardData(
-        license=license and printable(license),
-        base_model=base and printable(base),
-        datasets=[printable(dataset)] if dataset else None,
-        metrics=["accuracy"] if accuracy else None,
-        pipeline_tag=task,
-        library_name="normswap" if "normswap" in code else "timm",
-        tags=[*map(printable, builders), "normswap"],
-        model_name=printable(title),
-        eval_results=_results(task, accuracy),
-    )
+    data = _data_for_hub(record, title, base, code, license, accuracy)
 
     # Write the paragraphs of the text. A path on this disk is of no use to anybody else, so only
     # its last part is shown.
@@ -150,6 +133,43 @@ def render(
         measured=measured,
         code=code,
         back="; `--to unfold` brings the BatchNorm network back" if reversible else "",
+    )
+
+
+def _data_for_hub(
+    record: Provenance,
+    title: str,
+    base: str | None,
+    code: str,
+    license: str | None,
+    accuracy: Accuracy | None,
+) -> ModelCardData:
+    """Return the entries of the card's YAML header, which the hub reads.
+
+    Args:
+        record: Where the network comes from, and the plan of its conversions.
+        title: The title of the card.
+        base: The hub's repository that the weights were taken from, or None.
+        code: Python code that loads the network.
+        license: The license of the weights, by the hub's name. None if it is not known.
+        accuracy: Top-1 of this network on labelled images. None if it was not measured.
+    """
+    task = "image-feature-extraction"
+    if record.pretrained_cfg.get("num_classes"):
+        task = "image-classification"
+
+    builders = [record.arch.builder] if record.arch else []
+    dataset = accuracy.dataset if accuracy else None
+    return ModelCardData(
+        license=license and printable(license),
+        base_model=base and printable(base),
+        datasets=[printable(dataset)] if dataset else None,
+        metrics=["accuracy"] if accuracy else None,
+        pipeline_tag=task,
+        library_name="normswap" if "normswap" in code else "timm",
+        tags=[*map(printable, builders), "normswap"],
+        model_name=printable(title),
+        eval_results=_results(task, accuracy),
     )
 
 
@@ -260,26 +280,8 @@ def _measured(report: Report, before: str, *, is_exact: bool) -> str:
     reference = "the source"
     if report.steps_before:
         reference = f"the network after {_plain(before)}"
-    # On noise the argmax of an approximate result means nothing, so its column is left out.
-    heading = "| precision | input | relative L2 | largest |"
-    rule = "|---|---|---|---|"
-    if report.exact:
-        heading += " same argmax |"
-        rule += "---|"
-    lines = [
-        f"Measured against {reference} on {_plain(report.inputs)} ({claim}):\n",
-        heading,
-        rule,
-    ]
-    # Add a row for each precision and input size.
-    for error in report.logits:
-        size = "x".join(map(str, error.size))
-        agreement = "" if error.agreement is None else f"{error.agreement:.1%}"
-        precision = _plain(error.precision)
-        row = f"| {precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
-        if report.exact:
-            row += f" {agreement} |"
-        lines.append(row)
+    heading = f"Measured against {reference} on {_plain(report.inputs)} ({claim}):\n"
+    lines = [heading, *_table_of_errors(report)]
 
     # Say how much of the accuracy is kept, or that this was not measured.
     if report.kept:
@@ -291,3 +293,24 @@ def _measured(report: Report, before: str, *, is_exact: bool) -> str:
         why = f": {_plain(report.unmeasured)}" if report.unmeasured else ""
         lines.append(f"\nHow much of the accuracy this keeps was not measured{why}.")
     return "\n".join([*lines, ""])
+
+
+def _table_of_errors(report: Report) -> list[str]:
+    """Return the lines of a Markdown table with a row for each precision and input size."""
+    # On noise the argmax of an approximate result means nothing, so its column is left out.
+    heading = "| precision | input | relative L2 | largest |"
+    rule = "|---|---|---|---|"
+    if report.exact:
+        heading += " same argmax |"
+        rule += "---|"
+
+    lines = [heading, rule]
+    for error in report.logits:
+        size = "x".join(map(str, error.size))
+        agreement = "" if error.agreement is None else f"{error.agreement:.1%}"
+        precision = _plain(error.precision)
+        row = f"| {precision} | {size} | {error.relative_l2:.1e} | {error.largest:.1e} |"
+        if report.exact:
+            row += f" {agreement} |"
+        lines.append(row)
+    return lines
