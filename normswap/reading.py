@@ -185,10 +185,10 @@ def _check_events(text: str) -> None:
 
 
 def check_plain(tree: object, *, finite: bool = True) -> None:
-    """Check that nested data is plain: text, numbers, booleans, null, lists and objects.
+    """Raise UnreadableError unless nested data is plain and keeps the bounds of this module.
 
-    It must also keep the bounds of this module. Dates, which YAML has, are let through: the caller
-    validates the data afterwards.
+    Plain data are text, numbers, booleans, null, lists and objects. Dates, which YAML has, are let
+    through: the caller validates the data afterwards.
 
     Args:
         tree: The data, such as a dict of lists.

@@ -37,18 +37,19 @@ def build(name: str, request: BuildRequest) -> Built:
     kwargs = request.arguments()
     # The name of the description, such as `yolo11n.yaml`: the user's, or the one that the
     # checkpoint states.
-    described = place
+    description = place
     if not place.endswith(".yaml"):
         place = str(Path(place).resolve())
         if not Path(place).is_file():
             raise SourceError(
-                f"{place} does not exist", remedy=f"ultralytics.YOLO('{described}') may download it"
+                f"{place} does not exist",
+                remedy=f"ultralytics.YOLO('{description}') may download it",
             )
         with explained(SourceError, f"{place} cannot be read", _BY_FACTORY):
             attributes, state = read_pickled_network(Path(place))
-            described = attributes["yaml"]["yaml_file"]
+            description = attributes["yaml"]["yaml_file"]
             classes = attributes["yaml"]["nc"]
-            if not isinstance(described, str):
+            if not isinstance(description, str):
                 raise TypeError("it names no description")
         # Every network of Ultralytics has BatchNorms until they are fused into its convolutions.
         fused = not any(key.endswith("running_mean") for key in state)
@@ -57,8 +58,8 @@ def build(name: str, request: BuildRequest) -> Built:
         raise SourceError(f"{place} has no weights", remedy=f"Use '{spelled('weights', 'random')}'")
 
     # The architecture states the number of classes, also if nobody asked for a number.
-    model: Any = create(Arch(Path(described).name, kwargs, "ultralytics"))
-    arch = Arch(Path(described).name, {"num_classes": model.yaml["nc"], **kwargs}, "ultralytics")
+    model: Any = create(Arch(Path(description).name, kwargs, "ultralytics"))
+    arch = Arch(Path(description).name, {"num_classes": model.yaml["nc"], **kwargs}, "ultralytics")
 
     def filled() -> nn.Module:
         load_into(model, state, place, {})
@@ -74,7 +75,9 @@ def build(name: str, request: BuildRequest) -> Built:
     cfg |= {
         "interpolation": "bilinear",
         "crop_pct": 1.0,
-        "crop_mode": "center" if "-cls" in described else "border",
+        # A classifier (`-cls`) sees the centre of an image. Other networks see the whole image, with
+        # a border around it.
+        "crop_mode": "center" if "-cls" in description else "border",
     }
     return Built(model, arch, f"ultralytics:{place}", cfg, filled)
 

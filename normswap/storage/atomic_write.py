@@ -40,7 +40,8 @@ def writing(file: Path, beside: Sequence[str] = (), obsolete: Sequence[str] = ()
 
             new_files = [folder / name for name in (*beside, file.name)]
             _open_to_others(folder, new_files)
-            # A single file is replaced in one step. Several files, or a directory, are exchanged.
+            # A single file is replaced in one step. If there are several files, or a directory, the
+            # old ones are moved away first.
             if beside or obsolete or aside.is_dir():
                 old = left_behind.old_folder(folder, [*beside, file.name])
                 _exchange(new_files, file.parent, old, obsolete)
@@ -219,7 +220,8 @@ def _exchange(
         for new_file in new_files:
             os.replace(new_file, folder / new_file.name)
             placed.append(new_file.name)
-    # The old files are put back after an interrupt (KeyboardInterrupt), too.
+    # The old files are put back after an interrupt (KeyboardInterrupt), too. Before that, the new
+    # files go back to the folder in which they were written.
     except BaseException:
         for name in reversed(placed):
             os.replace(folder / name, new_files[0].with_name(name))
