@@ -75,8 +75,8 @@ def build(name: str, request: BuildRequest) -> Built:
     cfg |= {
         "interpolation": "bilinear",
         "crop_pct": 1.0,
-        # A classifier (`-cls`) sees the centre of an image. Other networks see the whole image, with
-        # a border around it.
+        # A classifier (`-cls`) sees the centre of an image. Other networks see the whole image,
+        # with a border around it.
         "crop_mode": "center" if "-cls" in description else "border",
     }
     return Built(model, arch, f"ultralytics:{place}", cfg, filled)
