@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from normswap import provenance
+from normswap import copying, provenance
 from normswap.errors import NormswapError, OptionError, SourceError, first_line
 from normswap.exporting import checks, exporter, formats, sidecar
 from normswap.exporting.checks import Figures
@@ -166,14 +166,17 @@ class ExportedFile:
         """Return the request by which `export` would write `model` as this file.
 
         Args:
-            model: The network that the file should compute.
+            model: The network that the file should compute. It stays as it is.
 
         Raises:
             SourceError: The file does not say how it was made.
             OptionError: The network takes inputs of another shape than the file.
         """
-        # Inputs that are no images are stated by name, each with its shape without the batch.
+        # The file's inputs are written into the record of a copy.
+        model = copying.twin(model)
         dtype = self.precision
+
+        # Inputs that are no images are stated by name, each with its shape without the batch.
         inputs = self.body.get("inputs")
         if inputs and not self.takes_images:
             stated = {entry["name"]: (entry["shape"][1:], entry["dtype"]) for entry in inputs}

@@ -278,6 +278,19 @@ def test_a_file_that_takes_more_than_images_is_not_fed_any(tmp_path: Path) -> No
     assert exported_file.verify(exported, Pair()).passed
 
 
+def test_a_network_beside_a_file_stays_as_it_is(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(1), nn.LazyLinear(2)).eval()
+    network(torch.zeros(1, 3, 8, 8))
+    file = tmp_path / "small.pt2"
+    normswap.export(network, file, input_size=(3, 8, 8))
+    exported = ExportedFile.find(str(file))
+    assert exported is not None
+
+    before = dict(vars(network))
+    assert exported_file.verify(exported, network).passed
+    assert vars(network) == before
+
+
 def test_a_missing_runtime_and_a_damaged_file_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
