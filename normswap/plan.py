@@ -68,14 +68,14 @@ class Arch(_Record):
 
 
 class AbsorbMode(str, Enum):
-    """How a linear layer y = W x + b absorbs a neighbour s x + t (s, t per channel).
+    """How a linear layer y = W x + b takes a neighbour s x + t (s, t per channel) into W and b.
 
     AFTER: the neighbour follows the layer: W' = s W, b' = s b + t.
-    AFTER_UNIT: the same with gamma = 1, beta = 0.
+    AFTER_UNIT: as AFTER, but the neighbour is a norm that is read with gamma = 1 and beta = 0.
     BEFORE: the neighbour precedes the layer, with no padding in between: W' = W s per input
         channel, b' = b + W t.
-    BEFORE_MAGNITUDE: as BEFORE, but with |s| alone.
-    BEFORE_SHIFT: as BEFORE, but with t alone.
+    BEFORE_MAGNITUDE: as BEFORE, but only |s| is taken: W' = W |s|, b' = b.
+    BEFORE_SHIFT: as BEFORE, but only t is taken: W' = W, b' = b + W t.
     NORM: the neighbour becomes a norm inside the layer, whose gamma and beta go on learning (tune
         mode).
     SUM: layer and neighbour are terms of one sum: W' = W + W2, b' = b + b2.
@@ -189,6 +189,7 @@ class Edit(_Record):
         behind it holds all that runs before as its attribute `inner`, so it adds one level: with
         `keep` and one layer in `then`, the old module lies at `path.inner.inner`.
         """
+        # `keep` counts as one level.
         return self.keep + len(self.then)
 
 

@@ -124,6 +124,7 @@ def _as_json(name: str, value: object) -> str:
         reason = first_line(error)
     else:
         reason = f"a {type(value).__name__} in it would not come back as it is"
+    # The header takes no longer text (`header.JsonText`).
     if not same or len(text) > 1_000_000:
         remedy = (
             "Let get_extra_state return a tensor, or numbers, text, lists and dicts with text as"
