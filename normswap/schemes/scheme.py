@@ -127,8 +127,9 @@ class Option:
             except ValueError:
                 return False
         # In Python True and False are instances of int.
-        wanted_types: tuple[type, ...] = (int,) if self.kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted_types):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if self.kind is int and not isinstance(value, int):
             return False
         return math.isfinite(value) and (self.range is None or value in self.range)
 
