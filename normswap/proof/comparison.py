@@ -206,6 +206,8 @@ class _Comparison:
             example: The call.
             first: The first of all calls, at which blocks are compared, too.
         """
+        # The values inside are taken at the outputs of the blocks and, of the source alone, at the
+        # last modules of their residual branches (`tail`).
         network = self.source.module
         paths = [block.path for block in self.blocks]
         tails = [block.tail for block in self.blocks if block.tail]
@@ -268,7 +270,7 @@ class _Comparison:
             outputs: The source's outputs by name.
             others: The result's outputs by name.
         """
-        # A single output is judged with the errors of `outputs`, so it is not judged here.
+        # The error of a single output is in `self.outputs` already, so it is not judged here.
         have_same_names = outputs.keys() == others.keys()
         are_several = len(outputs) > 1 and have_same_names
         if not (are_several and self.exact and allowance.is_half(self.precision)):
@@ -286,8 +288,8 @@ class _Comparison:
     def _compare_in_double_if_large(self, example: Example, error: Error) -> None:
         """Compare a call in float64, too, if its error in the source's precision is large.
 
-        Otherwise only the beginning of the first call is compared in float64. The error in float64
-        is added to `outputs`.
+        The error in float64 is added to `outputs`. (`compare_double` has already compared the first
+        samples of the first call in float64.)
 
         Args:
             example: The call.
@@ -433,6 +435,7 @@ class _Comparison:
         """Add the error at the outputs of a detector's heads, before it chooses boxes."""
         if self.anatomy is None or not self.anatomy.traced.heads:
             return
+        # With `heads`, a network returns what its heads compute, as in training.
         heads, _ = run(self.source.module, example, heads=True)
         other_heads, _ = run(self.result, example, heads=True)
         self.outputs.append(between(example, heads, other_heads, precision=self.precision))
@@ -555,6 +558,7 @@ class _Comparison:
 
         A mistake in an output that moves by less could pass as rounding.
         """
+        # The finest precision in which source and result are compared, and its own change.
         finest = "float64" if self.double_error is not None else self.precision
         base = allowance.base_of(finest)
         own_change = self.own_change
@@ -569,11 +573,11 @@ class _Comparison:
     def _errors_that_show(
         self, example: Example, outputs: Outputs, *, has_constant: bool
     ) -> list[Error]:
-        """Return the errors of the values inside that change with the input.
+        """Return the errors of values inside the network that change with the input.
 
-        They are measured at blocks, if the result keeps them, and at the outputs of the last
-        layers. Where an output is constant, they are also measured at the inputs of the last
-        layers.
+        They are measured at the outputs of the blocks whose values the result claims to keep, and
+        at the outputs of the last layers. If an output is constant, they are also measured at the
+        inputs of the last layers.
 
         Args:
             example: The call.
@@ -596,17 +600,16 @@ class _Comparison:
             for block in anatomy.blocks
             if block.path in modules and self.claims.keep(block.path)
         ]
-        last = _last_layers(anatomy.traced)
-        are_labels = all(_are_labels(value) for value in outputs.values())
-        paths = list(dict.fromkeys([*blocks, *last]))
-        entrances = last if has_constant else []
+        last_layers = _last_layers(anatomy.traced)
+        paths = list(dict.fromkeys([*blocks, *last_layers]))
+        entrances = last_layers if has_constant else []
 
-        values = run(network, example, paths, entrances=entrances)[1]
-        others = run(self.result, example, paths, entrances=entrances)[1]
-        # If the source does not run on other values, every value counts as one that moves.
-        _, moved = _run_if_it_can(
-            network, with_other_values(example), paths, entrances=entrances
-        ) or ({}, {})
+        # The values inside of the source, of the result, and of the source on another input. If the
+        # source does not run on another input, every value counts as one that moves.
+        _, values = run(network, example, paths, entrances=entrances)
+        _, others = run(self.result, example, paths, entrances=entrances)
+        ran = _run_if_it_can(network, with_other_values(example), paths, entrances=entrances)
+        moved = {} if ran is None else ran[1]
 
         errors: list[Error] = []
         for site in [*paths, *map(entrance, entrances)]:
@@ -619,11 +622,12 @@ class _Comparison:
                 errors.append(self._nothing_at(site, example))
 
         if errors and not self.shows_errors:
+            are_labels = all(_are_labels(value) for value in outputs.values())
             self._say_where_proved(_proved_inside(errors, blocks, are_labels=are_labels))
         return errors
 
     def _say_where_proved(self, sentence: str) -> None:
-        """Say that values inside are the proof, in place of the remark on labels."""
+        """Put the remark first that values inside are the proof, and drop the remark on labels."""
         if _SAME_LABELS in self.remarks:
             self.remarks.remove(_SAME_LABELS)
         self.remarks.insert(0, sentence)
@@ -647,33 +651,16 @@ class _Comparison:
             return [JudgedError(error, base) for error in errors]
 
         # A site is the path of a module, measured at its output, or the name of a last layer's
-        # input (`entrance`).
-        module = self.source.module
+        # input (`entrance`). Here the path of each last layer stands by that name.
         by_entrance = {entrance(path): path for path in _last_layers_of(self.source)}
         entrances = [path for site, path in by_entrance.items() if site in off]
-
-        def inside(model: nn.Module, call: Example) -> Outputs:
-            return run(model, call, off, entrances=entrances)[1]
-
-        # The source's values, computed again so that they differ by rounding alone. In half
-        # precision that is in float64, if the source runs in it. Otherwise the last digit of the
-        # input is changed, and then that of the weights.
-        values = inside(module, example)
-        others: list[Outputs] = []
-        if allowance.is_half(self.precision) and self.source.has_double:
-            # The forward is the user's: it may not run in float64.
-            with Widening(), suppress(Exception):
-                others.append(inside(to_double(module), example.map_floats(Tensor.double)))
-        by_double = bool(others)
-        if not by_double:
-            moved = allowance.in_other_digits(module, example, self.source.coarsest_dtype)
-            others += [inside(network, call) for network, call in moved]
+        values, rounded, by_double = self._values_of_other_rounding(example, off, entrances)
 
         measured: list[JudgedError] = []
         for error in errors:
             changes = [
                 distance(values[error.site], other[error.site]).relative_l2
-                for other in others
+                for other in rounded
                 if error.site in other and error.site in values
             ]
             change = max(changes, default=0.0)
@@ -682,10 +669,46 @@ class _Comparison:
             )
             doubt = None
             if error.site in by_entrance:
-                # A norm before the classifier may have moved into it, as exported files have it.
+                # The input of a last layer may differ in a right result, too: exported files have
+                # the norm before the classifier folded into the classifier.
                 doubt = Reason(f"the outputs are constant, and {error.site} differs")
             measured.append(JudgedError(error, allowed.most, doubt=doubt))
         return measured
+
+    def _values_of_other_rounding(
+        self, example: Example, paths: Sequence[str], entrances: Sequence[str]
+    ) -> tuple[Outputs, list[Outputs], bool]:
+        """Compute the source's values inside again, so that they differ by rounding alone.
+
+        In half precision they are computed in float64, if the source runs in it. Otherwise they are
+        computed twice: with another last digit of the input, and of the weights.
+
+        Args:
+            example: The call.
+            paths: The modules whose outputs are returned. A name that is no module's path is passed
+                over.
+            entrances: The modules whose inputs are returned.
+
+        Returns:
+            The values of the source as it is, by site. Then the values of each run with other
+            rounding. Then whether that is a run in float64.
+        """
+        module = self.source.module
+
+        def inside(model: nn.Module, call: Example) -> Outputs:
+            return run(model, call, paths, entrances=entrances)[1]
+
+        values = inside(module, example)
+        rounded: list[Outputs] = []
+        if allowance.is_half(self.precision) and self.source.has_double:
+            # The forward is the user's: it may not run in float64.
+            with Widening(), suppress(Exception):
+                rounded.append(inside(to_double(module), example.map_floats(Tensor.double)))
+        by_double = bool(rounded)
+        if not by_double:
+            moved = allowance.in_other_digits(module, example, self.source.coarsest_dtype)
+            rounded += [inside(network, call) for network, call in moved]
+        return values, rounded, by_double
 
     @property
     def _is_proved_in_double(self) -> bool:
@@ -697,10 +720,10 @@ class _Comparison:
     def _measured_labels(
         self, example: Example, outputs: Outputs, others: Outputs
     ) -> list[JudgedError]:
-        """Return the share of labels that differ for each output of labels, with what is allowed.
+        """Return, for each output of labels, the share that differs and the share that may differ.
 
-        Allowed are four times (`STRAYING`) as many as change in the source when the last digit of
-        its input or weights changes.
+        Four times (`STRAYING`) as many labels may differ as change in the source when the last
+        digit of its input, or of its weights, changes.
 
         Args:
             example: The call.
@@ -739,6 +762,7 @@ class _Comparison:
             outputs: The source's outputs by name.
             others: The result's outputs by name.
         """
+        # The small channels of the source, and the same channels of the result.
         parts = _small_parts(outputs, outputs)
         other_parts = _small_parts(outputs, others)
         errors: dict[str, Error] = {}
@@ -794,7 +818,7 @@ class _Comparison:
         )
 
     def _remark_on_precision(self, own: allowance.Allowance) -> None:
-        """Add remarks on what a precision does not prove. Errors that say nothing are dropped.
+        """Add remarks on what each precision proves, and drop errors that prove nothing.
 
         Args:
             own: What is allowed in the source's own precision.
@@ -846,6 +870,8 @@ class _Comparison:
                 f"rounding in {self.precision} moves the output by as much as an error would"
             )
 
+        # An error at the outputs that is too large is a mistake only if nothing else explains it.
+        # The doubt is about that error alone (`excused`), or about the network.
         general_doubt = self._doubt(allowed["float64"])
         measured: list[JudgedError] = []
         for error in self.outputs:
@@ -895,9 +921,10 @@ class _Comparison:
         return None
 
     def _error_of_larger(self, allowed: float) -> Error | None:
-        """Return the error for ten times the first image if that is too large, or else None.
+        """Return the error on ten times the first image if it is too large, or else None.
 
-        It is also None if the source does not run on that image, or gives NaN or infinite numbers.
+        The result is also None if the source does not run on that image, or gives NaN or infinite
+        numbers.
 
         Args:
             allowed: The largest relative L2 error that passes.
@@ -911,6 +938,7 @@ class _Comparison:
         if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
             return None
 
+        # An error that is too large may still be what rounding makes at this scale.
         others, _ = run(self.result, larger)
         error = between(larger, outputs, others, precision=self.precision)
         if error.relative_l2 > allowed:
@@ -976,20 +1004,20 @@ def _last_layers_of(source: Source) -> list[str]:
 
 def _last_layers(traced: Traced) -> list[str]:
     """Return the paths of the last layers: only functions stand between them and the outputs."""
-    found: list[str] = []
+    paths: list[str] = []
     # The graph is walked from the outputs backwards, up to the first layer on each way.
     to_visit = list(inputs_of(traced.nodes[-1]))
     seen = set(to_visit)
     while to_visit:
         node = to_visit.pop()
         if node.op == "call_module":
-            found.append(str(node.target))
+            paths.append(str(node.target))
             continue
         unseen = [other for other in inputs_of(node) if other not in seen]
         seen.update(unseen)
         to_visit += unseen
 
-    return found
+    return paths
 
 
 def _are_labels(value: Tensor) -> bool:

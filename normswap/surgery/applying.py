@@ -31,7 +31,7 @@ _WIDTHS = ("in_channels", "out_channels", "in_features", "out_features", "num_fe
 
 
 def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> nn.Module:
-    """Return a new model of the same class, as it is after these steps.
+    """Return a new model of the same class, to which the steps of a plan are applied.
 
     Args:
         model: The source, which is not changed.
@@ -47,7 +47,7 @@ def apply(model: nn.Module, steps: Sequence[Step], *, double: bool = False) -> n
 
 
 def apply_step(model: nn.Module, step: Step, *, double: bool = False) -> nn.Module:
-    """Return a new model, as it is after one step.
+    """Return a new model of the same class, to which one step of a plan is applied.
 
     Args:
         model: The model before the step, which is not changed.
@@ -213,7 +213,7 @@ def _layer_in_double(
     `running.by_parts` runs the result with the tensors of these modules in place of its own.
 
     Args:
-        edit: The edit.
+        edit: The edit, which names the path, the class of the new layer and its arguments.
         old: The module at the edit's path, before the step.
         reads: The modules that the edit reads.
         like: An empty float64 tensor on the layer's device.
@@ -245,8 +245,8 @@ def find(model: nn.Module, path: str, who: str) -> Held:
     for name in path.split("."):
         # Each name but the last must lead to a module, and none may be one of Python's own, such as
         # `__class__`.
-        is_there = isinstance(value, nn.Module) and not name.startswith("__")
-        if not is_there or not hasattr(value, name):
+        may_lead_on = isinstance(value, nn.Module) and not name.startswith("__")
+        if not may_lead_on or not hasattr(value, name):
             raise PlanError(f"{who} names {path!r:.200}, which is not in {type(model).__name__}")
         value = getattr(value, name)
 
@@ -403,18 +403,18 @@ def _path_after(path: str, depths: Mapping[str, int]) -> str:
     parts = path.split(".")
     # The paths of the modules on the way: `a`, `a.b` and `a.b.c` for `a.b.c`.
     prefixes = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    inside = [
+    modules_around = [
         name + ".inner" * depths.get(prefix, 0)
         for name, prefix in zip(parts[:-1], prefixes, strict=False)
     ]
-    return ".".join([*inside, parts[-1]])
+    return ".".join([*modules_around, parts[-1]])
 
 
 def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tensor) -> Held:
     """Build what an edit puts at its path: a layer, a parameter or a plain number.
 
     Args:
-        edit: The edit.
+        edit: The edit, which names the path, the class of the new layer and its arguments.
         old: The module, parameter or number that is replaced. A module that stays (`edit.keep`) is
             put into the new layer.
         reads: The modules that the edit reads.
@@ -423,6 +423,7 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
     Raises:
         PlanError: The layer cannot be built from what stands there, or with the edit's arguments.
     """
+    # Only some layer classes (`TENSORS`) build a parameter in the place of a parameter.
     layer = layer_of(edit)
     if isinstance(old, nn.Parameter) and old.ndim and not layer.TENSORS:
         raise PlanError(
@@ -431,8 +432,9 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
 
     try:
         with torch.no_grad():
-            # The further layers of the edit (`then`), which run after the first one.
-            following = [
+            # The further layers of the edit, which run after the first one. They replace nothing,
+            # so they are built from an identity.
+            later_layers = [
                 layer_of(edit, follower.layer).replacing(nn.Identity(), like=like, **follower.args)
                 for follower in edit.then
             ]
@@ -442,15 +444,18 @@ def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tens
             if edit.keep:
                 new = old
                 own = layer.replacing(nn.Identity(), *reads, like=like, **edit.arguments)
-                following.insert(0, own)
+                later_layers.insert(0, own)
             else:
                 new = layer.replacing(old, *reads, like=like, **edit.arguments)
 
-            for next_layer in following:
+            # Each is chained to all that come before it.
+            for next_layer in later_layers:
                 if not isinstance(new, nn.Module) or not isinstance(next_layer, nn.Module):
                     raise TypeError("only layers follow one another")
                 new = placeholders.chained(new, next_layer)
 
+            # If the edit asks for it, layers that write into their input are changed, so that they
+            # return a new tensor.
             if edit.out_of_place and isinstance(new, nn.Module):
                 new = placeholders.out_of_place(new)
             return new

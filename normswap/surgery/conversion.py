@@ -115,7 +115,8 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     Raises:
         RefusedError: The network cannot be converted, or there is nothing to do.
     """
-    # The scheme sees only the parts of the network that `only` and `skip` leave.
+    # The scheme sees only the parts of the network that `only` and `skip` leave. The builder has
+    # its edits: of linear layers that absorb others (`linears`), and `replacements` of layers.
     scheme = chosen.scheme
     limits = patterns(chosen.options)
     restricted = restrict(anatomy, **limits)
