@@ -64,7 +64,7 @@ def observed(
 def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
     """Return the mean and the mean square of each channel in each image, (2, N, C) in float64.
 
-    Both are taken about the running mean of the norm, so that large means do not cancel the
+    The norm's running mean is subtracted from x first, so that large means do not cancel the
     variances.
 
     Args:
@@ -80,8 +80,8 @@ def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
 def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the mean and variance that a layer expects of its input, in float64.
 
-    A norm expects its running statistics. The input of a layer without statistics is whitened, so
-    that layer expects 0 and 1.
+    A norm expects its running statistics. A layer without statistics has a whitened input, so it
+    expects mean 0 and variance 1.
     """
     site = site_of(layer)
     if site.holds_statistics:
@@ -94,9 +94,9 @@ def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
 def dead_leaves(
     model: nn.Module, example: Example, norms: Mapping[str, nn.Module]
 ) -> list[Example]:
-    """Return batches of dead leaves as calls of the network.
+    """Return calls of the network with images of dead leaves: random shapes that hide one another.
 
-    The images are scaled so that the input of the first norm has its running variance.
+    The images are scaled so that the input of the first norm has the norm's running variance.
 
     Args:
         model: The network.
@@ -133,7 +133,7 @@ def dead_leaves(
 
 
 def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
-    """Return the sizes (C, ...) of dead leaves to try, small ones first.
+    """Return the sizes (C, ...) of images of dead leaves to try, small ones first.
 
     The list is empty if the network's inputs are no images, signals or clips.
 

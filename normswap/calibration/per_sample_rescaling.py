@@ -174,9 +174,9 @@ class NormInputs:
     ) -> NormInputs:
         """Return the record of a norm's inputs, with each channel scaled to its running variance.
 
-        The network was not trained on dead leaves. Without that scaling, a channel that is nearly
-        constant on them would get a large scale, and dominate its group on other images. A squared
-        error of channel c costs (gamma_c / deviation_c)^2.
+        The network was not trained on the synthetic images (dead leaves). Without that scaling, a
+        channel that is nearly constant on them would get a large scale, and dominate its group on
+        other images. A squared error of channel c costs (gamma_c / deviation_c)^2.
 
         Args:
             means: The mean of each channel in each image, (N, C).
@@ -246,16 +246,17 @@ class NormInputs:
         """
         # The signs make the variance of each group's mean small: with A = x' x, t' A t is the mean
         # square over the images of the sum of a group's signed means.
-        scale = self._with_mean_variance(self._by_cost())
+        scale = self._with_mean_variance(self._best_if_independent())
         x = self.means * scale[:, None] / self.means.shape[1] ** 0.5
         signs = np.stack([least_sum(group.T @ group) for group in x.double().numpy()])
         return self.descended(scale * torch.from_numpy(signs).float()).flatten().double()
 
-    def _by_cost(self) -> Tensor:
+    def _best_if_independent(self) -> Tensor:
         """Return the scales (G, c) that would be best if the channels were independent.
 
-        They give each channel the deviation sqrt(a_c) of the module's docstring. There a_c is
-        sqrt(effect variance). Costs and variances have lower bounds, so that no scale is extreme.
+        An error of one deviation in channel c costs a^2 = effect * variance. Then the best
+        deviation of the scaled channel is sqrt(a), so its scale is sqrt(a) over its own deviation.
+        Costs and variances have lower bounds, so that no scale is extreme.
         """
         cost = (self.effect * self.var) ** 0.25
         cost = cost.clamp_min(1e-30).maximum(LEAST_COST * cost.mean(1, keepdim=True))
@@ -298,10 +299,11 @@ class NormInputs:
     def loss(self, scale: Tensor) -> Tensor:
         """Return the error that each group makes by taking its statistics from each image, (G,).
 
-        The norm of z = scale x, matched to the average image and taken back to x, errs by (r - 1) x
-        - r mean(z) / scale. Here r = sqrt((v + eps) / (u + eps)), where u is the image's variance
-        in the group and v the mean of u over the images. The cost is the mean square of this error,
-        in which each channel weighs by its effect on the result.
+        The GroupNorm subtracts the mean of z = scale x in an image and group, and divides by the
+        deviation sqrt(u + eps) there. Its gamma and beta are right for mean 0 and the mean v of u
+        over the images. In units of x, its output then errs by (r - 1) x - r mean(z) / scale, with
+        r = sqrt((v + eps) / (u + eps)). The cost is the mean square of this error, in which each
+        channel is weighted by its effect on the result.
 
         Args:
             scale: The scale of each channel, (G, c).

@@ -302,6 +302,7 @@ def _follow(traced: Traced, node: fx.Node) -> Destination:
         if is_add(reader) and is_before_sum:
             other_terms = tuple(term for term in inputs(reader) if term is not node)
         elif site is None or len(inputs(reader)) != 1:
+            # The reader is no module, or has other inputs, too.
             break
         elif is_before_sum and site.is_affine and site.refusal_of_kind is None:
             factor, _ = site.scale_and_shift

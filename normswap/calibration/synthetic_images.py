@@ -159,9 +159,9 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def coloured(noise: Tensor) -> Tensor:
-    """Return white noise (N, C, ...) with the spectrum of natural images, up to a factor.
+    """Turn white noise (N, C, ...) into images with the spectrum of natural images, up to a factor.
 
-    The result is differentiable with respect to the noise.
+    The images are differentiable with respect to the noise.
     """
     sides = noise.shape[2:]
     side_dims = tuple(range(2, noise.ndim))

@@ -137,10 +137,11 @@ class Loss:
     """The loss of one layer, as a function of the factors of its input channels.
 
     Args:
-        reads: The number of the factor that scales each input channel, (I,).
+        reads: The index of the factor that scales each input channel, (I,).
         sums: S' S / k^2 for each group of the convolution, (G, i, i): the products of the filters'
             means over the kernel.
-        inverse: The inverse C^-1 of the covariance for each group of the convolution, (G, i, i).
+        inverse: The inverse of the covariance C of the input channels, each summed over the kernel,
+            for each group of the convolution, (G, i, i).
         variance: The sum of the variances of the layer's outputs.
     """
 
@@ -155,7 +156,7 @@ class Loss:
         The derivative (I,) is by the logarithms of the factors of the layer's input channels.
 
         Args:
-            logs: The logarithms of all factors, by the factor's number.
+            logs: The logarithms of all factors, (count,).
         """
         sums = self.sums.numpy()
         # In the tables' precision, so that the tables need not be copied.
@@ -178,8 +179,8 @@ def factors(losses: list[Loss], count: int) -> Tensor:
 
     Args:
         losses: The loss of each layer whose filters must sum to zero.
-        count: The number of factors. Channels that cannot be scaled have the factor number `FIXED`,
-            which stays 1.
+        count: The number of factors. The factor at the index `FIXED` belongs to the channels that
+            cannot be scaled, and stays 1.
     """
     descent = Adam(np.zeros(count), RATE, FARTHEST)
     for _ in range(STEPS if losses else 0):
@@ -265,7 +266,7 @@ class _Moments:
 
         Args:
             layer: The convolution.
-            reads: The number of the factor that scales each input channel, (I,).
+            reads: The index of the factor that scales each input channel, (I,).
         """
         mean = self.x / self.count
         width = self.x.shape[1]

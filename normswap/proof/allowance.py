@@ -60,7 +60,7 @@ class Allowance:
             their shapes change.
         factor: How many times the own change is allowed.
         cap: The most that is allowed, however far rounding moves the values.
-        how: What the own change is, for reports: "0.01, 3 times" is followed by it.
+        how: What the own change is, in words. Reports print it after "0.01, 3 times".
     """
 
     precision: str
@@ -85,7 +85,7 @@ class Allowance:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether the precision is half and moves so much of the output that little is seen."""
+        """Whether this is half precision, and its rounding moves too much of the output."""
         return is_half(self.precision) and COARSE < self.own_change < math.inf
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ def is_half(precision: str) -> bool:
 
 
 def base_of(precision: str) -> float:
-    """Return the error that is allowed in any network, whatever rounding does in it."""
+    """Return the relative L2 error that is allowed in every network at this precision."""
     if precision == "float64":
         return FLOAT64_BASE
     if is_half(precision):

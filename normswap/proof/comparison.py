@@ -117,7 +117,8 @@ def compare_networks(
         precise: The comparison in float64, on the beginning of the first batch (`compare_double`).
         traced: Whether errors are also measured at every residual block of the source. Then a
             remark tells of each residual branch that hardly contributes to its block.
-        claims: What an exact result claims inside. By default, the values at every block.
+        claims: At which residual blocks an exact result claims to have the source's values. By
+            default it claims this of every block.
 
     Raises:
         VerificationError: One of them does not run, or the source differs from run to run.
@@ -150,11 +151,11 @@ class _Comparison:
         exact: Whether the result claims to compute what the source computes.
         precise: The comparison in float64, if there is one.
         anatomy: The source's recorded graph, if blocks are compared.
-        claims: What the result claims inside.
+        claims: At which residual blocks the result claims to have the source's values.
         outputs: The errors at the outputs, one for each precision and input size.
-        sites: The errors at the residual blocks, and at other values inside that were compared.
-        inside: The errors that are judged beside those of the outputs: at blocks, last layers and
-            labels.
+        sites: The errors that are reported of values inside: at residual blocks and last layers.
+        inside: The errors that are judged beside `outputs`, each with its limit: at blocks, last
+            layers, labels, small channels, and single outputs in half precision.
         remarks: What the user should know of the measurement.
         blind: The reason that is reported if no value that was compared would have shown a mistake.
         shows_errors: Whether a mistake would be seen at the outputs.
@@ -1026,7 +1027,7 @@ def _are_labels(value: Tensor) -> bool:
 
 
 def _small_parts(outputs: Outputs, values: Outputs) -> Outputs:
-    """Select the channels that are small in the source's outputs, from these or other outputs.
+    """Select, from some outputs, the channels that are small in the source's outputs.
 
     A channel is small if its L2 norm is below a thousandth of the largest channel's norm. Both
     dimension 1 and the last one are tried as channels, as classes are in one of them.
@@ -1156,9 +1157,9 @@ def _require_repeatable(source: nn.Module, example: Example, report: Report) -> 
 
 
 def _nothing_to_compare(outputs: Outputs) -> Reason | None:
-    """Return why equal outputs would say nothing, or None where they say something.
+    """Return why equal outputs of both networks would prove nothing, or None if they would.
 
-    There are no outputs, or every input gives the same numbers.
+    They prove nothing if they are empty, or if every input gives the same numbers.
     """
     values = [value for value in outputs.values() if value.numel()]
     if not values:
@@ -1176,11 +1177,11 @@ def _is_constant(values: Sequence[Tensor]) -> bool:
 
 
 def _remarks(outputs: Outputs, inside: Outputs, blocks: Sequence[Block]) -> list[str]:
-    """Return sentences about what hardly moves and so proves little.
+    """Return remarks on outputs and residual branches that hardly change and so prove little.
 
     Args:
         outputs: The source's outputs by name.
-        inside: The source's values at blocks and at the tails of their branches, by path.
+        inside: The source's values at blocks and at the last modules of their branches, by path.
         blocks: The residual blocks.
     """
     remarks: list[str] = []

@@ -66,7 +66,7 @@ class Conversion:
 def carry_out(network: Network, step: Step) -> Conversion:
     """Carry out one step of a plan: apply it, fit its values, and prove or measure the result.
 
-    The conversion that is returned has no outcomes. The caller has them from the plan.
+    The `outcomes` of the conversion that is returned are empty. The caller sets them from the plan.
 
     Args:
         network: The network before the step.

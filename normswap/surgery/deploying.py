@@ -30,7 +30,7 @@ class AlreadyDone:
 
 
 def keep_as_deployed(model: nn.Module, gone: Iterable[str]) -> None:
-    """Make fusing methods do nothing, in place, in the modules around norms that are gone.
+    """Make methods that fuse norms do nothing, in place, in the modules around norms that are gone.
 
     Args:
         model: The network after a step.

@@ -143,7 +143,7 @@ def _check_partner(
         edit: The edit of the norm, or of the convolution.
         layer: The class of the edit's layer. `layer.PARTNER` names the layer that must come before
             it.
-        partner: The edit that reads this edit's path, if there is one.
+        partner: The edit that has this edit's path among its `reads`, if there is one.
         by_path: All edits of the step, by path.
     """
     # The edit of a norm. With `groups` and without `eps` the norm reads the convolution's output as

@@ -35,7 +35,7 @@ def follow(
 
     Args:
         model: The network before the step.
-        edit: The edit that places the layer.
+        edit: The edit of the plan that places the layer.
         old: The module that stood at the edit's path.
         reads: The modules whose tensors the edit uses, such as the norms that are folded.
         new: The layer that is placed.
@@ -112,7 +112,7 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
 
     Args:
         name: The parameter's name in the new layer.
-        edit: The edit that places the new layer.
+        edit: The edit of the plan that places the new layer.
         old: The linear layer, or convolution, that is replaced.
         reads: The modules whose tensors the edit uses, such as the norms that are folded.
     """
@@ -168,7 +168,7 @@ def _learns_for_norm(name: str, old: nn.Module, replaced: Sequence[nn.Module]) -
 
     - the tensor of the same name in the old module
     - the gamma (for a gamma or alpha) or the beta (for a beta) of a replaced module
-    - whether any parameter of a replaced module learns
+    - whether any parameter of a replaced module is trainable
 
     Args:
         name: The parameter's name in the new layer.
@@ -197,7 +197,7 @@ def _learns_for_norm(name: str, old: nn.Module, replaced: Sequence[nn.Module]) -
 
 
 def _weight_learns(module: nn.Module) -> bool:
-    """Return whether any parameter of a layer learns, its biases left out."""
+    """Return whether any parameter of a layer except its biases is trainable."""
     biases = (*_BETAS, "in_bias")
     return any(
         parameter.requires_grad
@@ -207,7 +207,7 @@ def _weight_learns(module: nn.Module) -> bool:
 
 
 def _beta_flags(module: nn.Module) -> Iterator[bool]:
-    """Yield whether the beta or bias of a module learns. Nothing is yielded if it has none."""
+    """Yield whether the beta or bias of a module is trainable, or nothing if it has none."""
     beta = _tensor(module, _BETAS)
     if beta is not None:
         yield beta.requires_grad
@@ -223,16 +223,17 @@ def _tensor(module: nn.Module, names: Sequence[str]) -> Tensor | None:
 
 
 def _learning(module: nn.Module) -> bool | None:
-    """Return whether any parameter of a module learns, or None if it has no parameter."""
+    """Return whether any parameter of a module is trainable, or None if it has no parameter."""
     flags = [parameter.requires_grad for parameter in nn.Module.parameters(module)]
     return any(flags) if flags else None
 
 
 def _module_that_decides(model: nn.Module, path: str) -> nn.Module:
-    """Return the module that decides whether the layer at `path` learns, if it has no parameters.
+    """Return the module whose flags count for a new layer at the place of one without parameters.
 
-    It is the layer that absorbed the norm at the path in an earlier step, or else the nearest
-    module around the path that has parameters. If a plain parameter absorbed the norm, it is
+    The flags (`requires_grad`) decide which parameters of the new layer are trainable. The module
+    is the layer that absorbed the norm at the path in an earlier step, or else the nearest module
+    around the path that has parameters. If a plain parameter absorbed the norm, that parameter is
     returned in an `nn.ParameterList`.
 
     Args:

@@ -42,8 +42,8 @@ def batchnorm_like(
 
     Args:
         network: A network without norms.
-        like: The architecture, named as a MODEL is, or a network of that class, which stays as it
-            is.
+        like: The name of an architecture, such as `resnet50`, as the command line takes it for
+            MODEL. Or a network of that class, which is not changed.
         batches: Images on which the statistics are measured.
 
     Raises:
@@ -116,7 +116,8 @@ def of_class(network: Network, like: str | nn.Module) -> nn.Module:
 
     Args:
         network: The network whose weights will be loaded.
-        like: The architecture, named as a MODEL is, or a network of that class, which is copied.
+        like: The name of an architecture, such as `resnet50`, or a network of that class, which is
+            copied.
 
     Raises:
         SourceError: There is no such architecture.
@@ -133,7 +134,7 @@ def _built(network: Network, like: str) -> nn.Module:
 
     Args:
         network: The network whose weights will be loaded.
-        like: The architecture, named as a MODEL is.
+        like: The name of an architecture, such as `resnet50`.
     """
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
@@ -249,7 +250,7 @@ def _map_at(model: nn.Module, norm: Site) -> Pair:
 
     Args:
         model: The network without norms.
-        norm: The site of the norm in the skeleton.
+        norm: The norm in the skeleton, with its path.
     """
     device = norm.module.get_buffer("running_mean").device
     ones = torch.ones(norm.channels, dtype=torch.float64, device=device)
@@ -268,9 +269,10 @@ def _map_at(model: nn.Module, norm: Site) -> Pair:
 
 
 def _layers_at(present: nn.Module | None) -> list[nn.Module]:
-    """Return the layers that run one after the other in a module: those of a `Chain`, in order.
+    """Return the layers that run one after the other in a module.
 
-    Any other module is returned as a single layer.
+    They are the two layers of a `Chain`, or the layers of chains inside it, in order. Any other
+    module is returned as a single layer.
 
     Args:
         present: The module at a norm's path in the network, or None if there is none.

@@ -82,8 +82,8 @@ class _CallsOfBatches:
 class Network:
     """A network, how it is called, and the images that its values are fitted to.
 
-    No function that takes a record changes it. After a change of the module, make another record:
-    this one stores what it has computed.
+    No function that takes such a record changes it. The record stores what it has computed, so make
+    another one after a change of the module.
 
     Args:
         module: The network itself.
@@ -200,7 +200,9 @@ class Network:
         return network
 
     def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
-        """Return the same network, with its anatomy and calls, and other images to fit values to.
+        """Return a record of the same network with other images to fit values to.
+
+        The anatomy and the calls that this record has computed are taken over.
 
         Args:
             images: The images. None stands for no images.
@@ -335,9 +337,9 @@ class Network:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The calls that a result is proved on: as `calls`, but a single call of noise may do.
+        """The calls that a result is proved on: `calls`, or the first one alone.
 
-        It does if inputs of every size take the same path through forward.
+        A single call of noise is enough if inputs of every size take the same path through forward.
         """
         if self.inputs is not None:
             return self.calls

@@ -46,8 +46,8 @@ def recalibrate(
             labels), or inputs as `inputs` has them. A batch is weighted by its number of images.
         against: For a network without BatchNorm, the network before it was pruned, rounded or
             averaged, or all the networks whose average it is. The output of each layer gets back
-            the mean and variance per channel that it has there (`restoring`). BatchNorms of these
-            networks are folded first.
+            the mean and variance per channel that it has in these networks (`restoring`). Their
+            BatchNorms are folded first.
         inputs: The inputs that the change is measured on and the network is called with, as in
             `convert`. By default they are noise.
         input_size: The size (C, H, W) of the noise.

@@ -226,10 +226,10 @@ def _copy(state: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
 
 
 def _check_shapes(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Check that the bare source has the shapes of the converted network.
+    """Check that the tensors of the rebuilt source have the shapes of the converted network's.
 
     Args:
-        state: The source's tensors, by name.
+        state: The tensors of the rebuilt source, by name.
         tensors: The tensors of the converted network's canonical form, and the recorded tensors of
             the source's norms, by name.
 
@@ -248,7 +248,7 @@ def _reset_norms_without_tensors(source: nn.Module, names: Collection[str]) -> N
     They were folded into another layer, and nothing has recorded their tensors.
 
     Args:
-        source: The bare source.
+        source: The rebuilt source.
         names: The names of the tensors that are known.
     """
     for path, module in nn.Module.named_modules(source):
@@ -262,10 +262,10 @@ def _reset_norms_without_tensors(source: nn.Module, names: Collection[str]) -> N
 def _check_biases(
     state: Mapping[str, Tensor], tensors: Mapping[str, Tensor], inverted: Collection[str]
 ) -> None:
-    """Check that the source has a place for every learned bias.
+    """Check that the rebuilt source has a place for every learned bias.
 
     Args:
-        state: The source's tensors, by name.
+        state: The tensors of the rebuilt source, by name.
         tensors: The tensors of the converted network's canonical form, by name.
         inverted: The paths of the layers whose bias goes into the beta of a norm of the source.
 
@@ -282,11 +282,11 @@ def _check_biases(
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:
-    """Set tensors of the source, in place, so that an edit of it would give the present layer.
+    """Set tensors of the rebuilt source, in place, so that folding it would give the present layer.
 
     Args:
         edit: An edit that folds norms of the source into the layer at its path.
-        modules: The source's modules, by path.
+        modules: The modules of the rebuilt source, by path.
         now: The layer at the edit's path in the converted network, after its norms are folded.
 
     Raises:

@@ -178,7 +178,7 @@ def test_independent_channels_get_the_fourth_root_of_what_they_cost() -> None:
     effect = torch.tensor([1.0, 4.0, 0.16, 1.0])
     level = NormInputs(
         torch.zeros(1, 3, 4), torch.zeros(1, 3, 4), var[None], effect[None], torch.ones(1, 1)
-    )._by_cost()[0]
+    )._best_if_independent()[0]
     wanted = (var * effect) ** 0.25
     assert torch.allclose(level * var.sqrt(), wanted)
     tried = torch.rand(1000, 4, generator=torch.Generator().manual_seed(0)) + 0.1

@@ -250,7 +250,7 @@ PROOF = (
     ),
     Planted(
         "any source strays without end",
-        "proof.comparison:_Comparison._own_change",
+        "proof.comparison:_Comparison._change_by_rounding",
         answers(float("inf")),
         WRONG + COMPARED,
     ),
