@@ -1,8 +1,8 @@
 """PROVE, for private and federated training: a step of training keeps the samples of a batch apart.
 
-A copy of the result trains on two small batches that have one sample in common, the kept sample.
-The random numbers are the same in both runs. The outputs of the kept sample and the gradient of its
-input must be the same, too: whatever differs was taken from the other samples. A step must not
+A copy of the result trains on two small batches that have one sample in common, the shared sample.
+The random numbers are the same in both runs. The outputs of the shared sample and the gradient of
+its input must be the same, too: whatever differs was taken from the other samples. A step must not
 change a buffer either. It would be a statistic that gets no noise, as private training needs, and
 that no server of federated training averages.
 
@@ -41,9 +41,9 @@ from normswap.surgery.changed_samples import (
 )
 from normswap.surgery.network import Network
 
-# The index of the kept sample in the batch. It is not the first sample, so that a shift along the
-# batch is seen in either direction.
-KEPT = 1
+# The index of the shared sample in the batch: the one that has the same values in both runs. It is
+# not the first sample, so that a shift along the batch is seen in either direction.
+SHARED = 1
 # By how much numbers may differ because of rounding, relative to the largest number of a tensor.
 _ROUNDING = 1e-9
 _ROUNDING_OF_FLOAT32 = 1e-5
@@ -92,7 +92,7 @@ def check(network: Network, result: nn.Module, proof: TrainingProof, purpose: st
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TrainingRun:
     """What was recorded in one step of training on a fresh copy, and in a forward after it.
 
     Args:
@@ -171,10 +171,10 @@ class _LeakTrial:
         self.rounding = rounding
         # The batches themselves. The later one has the samples in another order.
         self.calls = _TrainingPair(call, with_rows(call, rows.roll(1)))
-        # The same batches with other values in all samples but the kept one, in the kept one alone,
-        # and in all samples.
-        self.others_changed = self.calls.changed(rows != KEPT)
-        self.kept_changed = self.calls.changed(rows == KEPT)
+        # The same batches with other values in all samples but the shared one, in the shared one
+        # alone, and in all samples.
+        self.others_changed = self.calls.changed(rows != SHARED)
+        self.shared_changed = self.calls.changed(rows == SHARED)
         self.all_changed = self.calls.changed(rows >= 0)
 
     @classmethod
@@ -233,7 +233,7 @@ class _LeakTrial:
             try:
                 trial = cls(model, batch.like(model), rounding)
                 # Reading these cached properties runs the network, which may fail here.
-                _ = trial.first, trial.second
+                _ = trial.original_run, trial.others_changed_run
             except Exception as error:
                 why = f"in training mode it does not run on {batch}: {first_line(error)}"
                 continue
@@ -247,29 +247,29 @@ class _LeakTrial:
     @property
     def is_finite(self) -> bool:
         """Whether all numbers of the outputs are finite."""
-        return all(bool(value.isfinite().all()) for value in self.first.outputs.values())
+        return all(bool(value.isfinite().all()) for value in self.original_run.outputs.values())
 
     @property
     def depends_on_samples(self) -> bool:
-        """Whether some output changes when all samples but the kept one get other values.
+        """Whether some output changes when all samples but one get other values.
 
         It has to, as the outputs have entries for the changed samples. If no output changes, a leak
         would not show either.
         """
         pairs = (
-            (self.first.outputs, self.second.outputs),
-            (self.first.later, self.second.later),
+            (self.original_run.outputs, self.others_changed_run.outputs),
+            (self.original_run.later, self.others_changed_run.later),
         )
         return any(self._any_moved(first, second) for first, second in pairs)
 
     @cached_property
-    def first(self) -> _Step:
-        """The run on the batch itself, with its later batch."""
+    def original_run(self) -> _TrainingRun:
+        """The run on the batch itself."""
         return _run_of_training(self.model, self.calls)
 
     @cached_property
-    def second(self) -> _Step:
-        """The run on the same batches with other values in all samples but the kept one."""
+    def others_changed_run(self) -> _TrainingRun:
+        """The run on the same batch with other values in all samples but the shared one."""
         return _run_of_training(self.model, self.others_changed)
 
     def changed_state(self) -> dict[str, str]:
@@ -279,8 +279,8 @@ class _LeakTrial:
             A sentence for each module that has any, by the module's path.
         """
         before = _state(self.model)
-        after = _state(self.first.model)
-        after_others_changed = _state(self.second.model)
+        after = _state(self.original_run.model)
+        after_others_changed = _state(self.others_changed_run.model)
 
         # The names of the changed tensors in each module, by the module's path.
         changed: dict[str, list[str]] = {}
@@ -312,10 +312,14 @@ class _LeakTrial:
         """
         # First the outputs of the step are compared, then those of the forward after it, then the
         # gradients.
-        leaks = self._leaking_outputs(self.first.outputs, self.second.outputs, later=False)
+        leaks = self._leaking_outputs(
+            self.original_run.outputs, self.others_changed_run.outputs, later=False
+        )
         no_leak_in_step = not leaks
         if no_leak_in_step:
-            leaks = self._leaking_outputs(self.first.later, self.second.later, later=True)
+            leaks = self._leaking_outputs(
+                self.original_run.later, self.others_changed_run.later, later=True
+            )
         is_in_later_outputs = no_leak_in_step and bool(leaks)
 
         gradient = 0.0
@@ -341,7 +345,7 @@ class _LeakTrial:
         # No operation of the later forward mixes samples, so a module kept numbers of the earlier
         # batch.
         if is_in_later_outputs:
-            path = _keeper(self.first.model, self.second.model)
+            path = _keeper(self.original_run.model, self.others_changed_run.model)
             return {path: f"{consequence} of an earlier batch"}
         return {"": consequence}
 
@@ -354,8 +358,8 @@ class _LeakTrial:
             A sentence that tells what is wrong with the layer's input, by the layer's path.
         """
         findings = {}
-        for path, first_inputs in self.first.rows.items():
-            second_inputs = self.second.rows.get(path, [])
+        for path, first_inputs in self.original_run.rows.items():
+            second_inputs = self.others_changed_run.rows.get(path, [])
             for first_input, second_input in zip(first_inputs, second_inputs, strict=False):
                 # An input that stays the same when samples change does not hold samples. Inputs of
                 # two shapes cannot be compared.
@@ -368,8 +372,8 @@ class _LeakTrial:
                         f"it gets {len(first_input)} rows for {self.count} samples, so the gradient"
                         " of a row is not that of a sample"
                     )
-                # Only the other samples were changed, so the row of the kept one must not change.
-                elif bool(self._moved(first_input, second_input)[KEPT].any()):
+                # Only the other samples were changed, so the shared sample's row must not change.
+                elif bool(self._moved(first_input, second_input)[SHARED].any()):
                     findings[path] = (
                         "row i of its input is not sample i, so the gradient of a row is not that"
                         " of a sample"
@@ -384,7 +388,9 @@ class _LeakTrial:
         *,
         later: bool,
     ) -> dict[str, float]:
-        """Return the outputs of the kept sample that change when only the other samples change.
+        """Return the outputs of the shared sample that change when only the other samples change.
+
+        The shared sample (`SHARED`) has the same values in both runs. The other samples do not.
 
         Args:
             outputs: The outputs of the run on the batch itself, by name.
@@ -402,24 +408,24 @@ class _LeakTrial:
             other = others_changed.get(name)
             # In a list with an entry for each sample, the names of outputs begin with the index of
             # the sample, such as "1.boxes". The entries of other samples may change.
-            if self.first.listed and name.partition(".")[0] != str(KEPT):
+            if self.original_run.listed and name.partition(".")[0] != str(SHARED):
                 continue
             if other is None or other.shape != value.shape:
                 leaks[name] = 1.0
                 continue
 
-            # Only numbers that belong to the kept sample must stay the same: all numbers of its
+            # Only numbers that belong to the shared sample must stay the same: all numbers of its
             # entry in a list, or its row of a batch. In an output without rows, the numbers must
             # not depend on several samples.
             dim = _sample_dim(value, self.count)
-            if self.first.listed:
+            if self.original_run.listed:
                 moved = self._moved(value, other)
             elif dim is None:
                 moved = self._mixed_without_rows(name, value, other, later=later)
             else:
-                moved = self._moved(value, other).select(dim, KEPT)
-                value = value.select(dim, KEPT)
-                other = other.select(dim, KEPT)
+                moved = self._moved(value, other).select(dim, SHARED)
+                value = value.select(dim, SHARED)
+                other = other.select(dim, SHARED)
 
             if bool(moved.any()):
                 leaks[name] = _relative_change(value, other)
@@ -431,7 +437,7 @@ class _LeakTrial:
         """Mark the numbers that mix samples, in an output without a sample dimension.
 
         A single number for the batch may be a sum over samples, as a loss is, which is no mixing.
-        For a sum f of the kept sample a and the other samples b, a change of a changes f by the
+        For a sum f of the shared sample a and the other samples b, a change of a changes f by the
         same amount whatever b is: f(a, b) - f(a', b) = f(a, b') - f(a', b').
 
         Args:
@@ -443,22 +449,22 @@ class _LeakTrial:
         Returns:
             A bool for each number of the output.
         """
-        # f(a', b), where only the kept sample is changed. If that run lacks the output, f(a, b')
+        # f(a', b), where only the shared sample is changed. If that run lacks the output, f(a, b')
         # is taken in its place.
-        kept_changed = self._changed_outputs("kept", later=later).get(name, others_changed)
-        if kept_changed.shape != value.shape:
+        shared_changed = self._changed_outputs("shared", later=later).get(name, others_changed)
+        if shared_changed.shape != value.shape:
             return torch.ones_like(value, dtype=torch.bool)
 
-        # A number that changes with the kept sample, and with the others, depends on both. Only a
+        # A number that changes with the shared sample, and with the others, depends on both. Only a
         # single number, and no truth value, may be a sum over samples.
-        moved = self._moved(value, others_changed) & self._moved(value, kept_changed)
+        moved = self._moved(value, others_changed) & self._moved(value, shared_changed)
         if value.numel() > 1 or value.dtype == torch.bool or not bool(moved.any()):
             return moved
 
         # f(a', b'), where all samples are changed. If that run lacks the output, f(a, b) is taken
         # in its place. The two changes by a may differ by rounding.
         all_changed = self._changed_outputs("all", later=later).get(name, value)
-        change = value - kept_changed
+        change = value - shared_changed
         change_beside_others = others_changed - all_changed
         size = change.abs() + change_beside_others.abs()
         rest = change - change_beside_others
@@ -466,12 +472,12 @@ class _LeakTrial:
 
     @cached_property
     def _outputs_of_changed(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        """The outputs with other values in the kept sample ("kept"), or in all samples ("all").
+        """The outputs with other values in the sample `SHARED` ("shared"), or in all ("all").
 
         Each is a pair: the outputs of the step, and those of the forward after it.
         """
         runs = {
-            "kept": _run_of_training(self.model, self.kept_changed),
+            "shared": _run_of_training(self.model, self.shared_changed),
             "all": _run_of_training(self.model, self.all_changed),
         }
         return {which: (run.outputs, run.later) for which, run in runs.items()}
@@ -480,7 +486,7 @@ class _LeakTrial:
         """Return the outputs of a run with other values in some samples, by name.
 
         Args:
-            which: The samples that have other values: "kept" or "all".
+            which: The samples that have other values: "shared" or "all".
             later: Whether the outputs of the forward after the step are returned. Otherwise they
                 are those of the step.
         """
@@ -488,13 +494,14 @@ class _LeakTrial:
         return later_outputs if later else outputs_of_step
 
     def _moved_gradient(self) -> float:
-        """Return how far the gradient of the kept sample's input differs between the two runs.
+        """Return how far the gradient of a sample's input changes when only other samples change.
 
-        It is the relative L2 in the first input tensor that differs by more than rounding, or 0.
+        It is the relative L2 in the first input tensor that changes by more than rounding, or 0.
+        The sample is the one that has the same values in both runs (`SHARED`).
         """
-        kept = values_of_sample(self.first.gradients, KEPT)
-        others = values_of_sample(self.second.gradients, KEPT)
-        for gradient, other in zip(kept, others, strict=True):
+        original = values_of_sample(self.original_run.gradients, SHARED)
+        others_changed = values_of_sample(self.others_changed_run.gradients, SHARED)
+        for gradient, other in zip(original, others_changed, strict=True):
             if bool(self._moved(gradient, other).any()):
                 return _relative_change(gradient, other)
         return 0.0
@@ -502,42 +509,42 @@ class _LeakTrial:
     def _first_mixing(self, *, later: bool) -> _Operation | None:
         """Return the first operation of the forward that mixes samples.
 
-        An operation mixes if a number that it returns depends on the kept sample and on others. If
-        none does, the first operation that puts another sample into the kept sample's row is
-        returned, or None if none does that either. Operations on whose values an output depends are
-        preferred to others, as a value that reaches no output is not the cause.
+        An operation mixes if a number that it returns depends on the shared sample (`SHARED`) and
+        on others. If none does, the first operation that puts another sample into the shared
+        sample's row is returned, or None if none does that either. Operations on whose values an
+        output depends are preferred, as a value that reaches no output is not the cause.
 
         Args:
             later: Whether the forward after the step is looked at, in place of that of the step.
         """
         operations, outputs = _watched(self.model, self.calls, later=later)
         operations_others_changed, _ = _watched(self.model, self.others_changed, later=later)
-        operations_kept_changed, _ = _watched(self.model, self.kept_changed, later=later)
+        operations_shared_changed, _ = _watched(self.model, self.shared_changed, later=later)
 
         # The three runs make the same operations in the same order.
         mixing = []
         reordering = []
-        for operation, with_others_changed, with_kept_changed in zip(
-            operations, operations_others_changed, operations_kept_changed, strict=False
+        for operation, with_others_changed, with_shared_changed in zip(
+            operations, operations_others_changed, operations_shared_changed, strict=False
         ):
-            for live, value, others_changed, kept_changed in zip(
+            for live, value, others_changed, shared_changed in zip(
                 operation.live,
                 operation.values,
                 with_others_changed.values,
-                with_kept_changed.values,
+                with_shared_changed.values,
                 strict=False,
             ):
                 # A shape that depends on the samples mixes them, too.
-                if not value.shape == others_changed.shape == kept_changed.shape:
+                if not value.shape == others_changed.shape == shared_changed.shape:
                     mixing.append((operation, live))
                     continue
-                # A number that changes with the others, and with the kept sample, mixes them. One
-                # that changes with the others alone, in the kept sample's row, came from another
+                # A number that changes with the others, and with the shared sample, mixes them. One
+                # that changes with the others alone, in the shared sample's row, came from another
                 # row.
                 moved = self._moved(value, others_changed)
-                if bool((moved & self._moved(value, kept_changed)).any()):
+                if bool((moved & self._moved(value, shared_changed)).any()):
                     mixing.append((operation, live))
-                elif value.ndim and len(value) == self.count and bool(moved[KEPT].any()):
+                elif value.ndim and len(value) == self.count and bool(moved[SHARED].any()):
                     reordering.append((operation, live))
 
         candidates = mixing or reordering
@@ -592,7 +599,7 @@ def _spread_parameters(model: nn.Module) -> None:
         parameter.copy_(torch.where(parameter == 0, noise, parameter * (1 + noise)))
 
 
-def _run_of_training(model: nn.Module, calls: _TrainingPair) -> _Step:
+def _run_of_training(model: nn.Module, calls: _TrainingPair) -> _TrainingRun:
     """Run a fresh copy forward and backward on a batch, then forward on the later batch.
 
     No optimizer moves the parameters.
@@ -631,7 +638,7 @@ def _run_of_training(model: nn.Module, calls: _TrainingPair) -> _Step:
     with _training(copied, seed=1), torch.no_grad():
         later = _outputs(calls.later.call_on_copies(copied))
 
-    return _Step(
+    return _TrainingRun(
         outputs={name: value.detach() for name, value in outputs.items()},
         listed=_is_listed(result, call.count),
         later=later,
