@@ -89,9 +89,6 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
     Raises:
         VerificationError: Torch.compile does not work on the network.
     """
-    from torch._dynamo.utils import counters
-    from torch._inductor import config
-
     # Eager mode. A network whose outputs have no gradient raises RuntimeError.
     eager = duplicate(network.module, {})
     compiled = duplicate(network.module, {})
@@ -101,27 +98,9 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
     except RuntimeError:
         gradients = {}
 
-    # The copy that is compiled, in place. It is compiled when it first runs, and `counters` then
-    # counts one graph more.
-    torch._dynamo.reset()
-    compiled.compile()
-    graphs = counters["stats"]["unique_graphs"]
-    try:
-        # With the fallback, random numbers are the same as in eager mode.
-        with config.patch(fallback_random=True):
-            compiled_outputs, _ = running.run(compiled, example)
-            compiled_gradients = _gradients(compiled, example) if gradients else {}
-    # The compiler and what it calls may raise anything.
-    except Exception as error:
-        why = first_line(getattr(error, "inner_exception", error))
-        remedy = "torch.compile needs a C++ compiler, such as g++, and on a GPU Triton"
-        raise VerificationError(
-            "torch.compile cannot compile the network here", why, remedy
-        ) from None
-    if counters["stats"]["unique_graphs"] == graphs:
-        raise VerificationError(
-            "torch.compile compiled nothing", "it is switched off, as by TORCHDYNAMO_DISABLE=1"
-        )
+    compiled_outputs, compiled_gradients = _run_compiled(
+        compiled, example, has_gradients=bool(gradients)
+    )
 
     # The distance of eager mode from float64 tells how much rounding explains. Without float64 that
     # distance is 0.
@@ -163,6 +142,46 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
     ]
 
 
+def _run_compiled(
+    model: nn.Module, example: Example, *, has_gradients: bool
+) -> tuple[Outputs, Outputs]:
+    """Compile a network, in place, and return its outputs and its parameters' gradients, by name.
+
+    Args:
+        model: A copy of the network, in eager mode.
+        example: The call.
+        has_gradients: Whether gradients are computed. Otherwise none are returned.
+
+    Raises:
+        VerificationError: The network cannot be compiled, or torch.compile is switched off.
+    """
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    # The network is compiled when it first runs. Then torch has counted one graph more.
+    torch._dynamo.reset()
+    model.compile()
+    graphs = counters["stats"]["unique_graphs"]
+    try:
+        # With the fallback, random numbers are the same as in eager mode.
+        with config.patch(fallback_random=True):
+            outputs, _ = running.run(model, example)
+            gradients = _gradients(model, example) if has_gradients else {}
+    # The compiler and what it calls may raise anything.
+    except Exception as error:
+        why = first_line(getattr(error, "inner_exception", error))
+        remedy = "torch.compile needs a C++ compiler, such as g++, and on a GPU Triton"
+        raise VerificationError(
+            "torch.compile cannot compile the network here", why, remedy
+        ) from None
+
+    if counters["stats"]["unique_graphs"] == graphs:
+        raise VerificationError(
+            "torch.compile compiled nothing", "it is switched off, as by TORCHDYNAMO_DISABLE=1"
+        )
+    return outputs, gradients
+
+
 @full_precision()
 def first_compiled_layer_apart(
     network: Source, example: Example, deviations: Iterable[Deviation]
@@ -195,6 +214,8 @@ def first_compiled_layer_apart(
         if isinstance(output, Tensor):
             values.append(output.clone())
 
+    # The hooks keep every value that the compiled network computes between modules. One of them is
+    # searched for each layer of the network in eager mode.
     torch._dynamo.reset()
     compiled.compile()
     hooks = [module.register_forward_hook(keep) for module in nn.Module.modules(compiled)]
@@ -256,7 +277,8 @@ def _deviations(
         double: The values in eager mode in float64, by name.
         precision: The precision of the network.
         tolerance: The relative L2 that is allowed of any value in float32.
-        least: The distance that is allowed of any value, relative to all values together.
+        least: The distance that is allowed of any value, relative to the norm of all values
+            together.
     """
     sizes = {name: float(tensor.double().norm()) for name, tensor in eager.items()}
     # The norm of all values together.

@@ -124,19 +124,8 @@ class HeldOutSplit:
                 yield batch
                 continue
 
-            # `take` returns None if no image is marked, and also if the call cannot be split.
-            is_held_out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
+            held_out, fitted = self._split(batch, i, position)
             position += batch.count
-            held_out = None if self.whole else batch.take(is_held_out)
-            fitted = None if self.whole else batch.take(~is_held_out)
-
-            # A call that cannot be split is held out or fitted to as a whole.
-            if held_out is None and fitted is None:
-                if i % EVERY == EVERY - 1:
-                    held_out = batch
-                else:
-                    fitted = batch
-
             if held_out is not None and room > 0:
                 first = held_out if self.whole else held_out.first(room)
                 self.held += [first] if self.whole else parts(first, self.device)
@@ -149,31 +138,60 @@ class HeldOutSplit:
         # images. The copies are dropped.
         count = sum(call.count for call in self.held)
         if not self.whole:
-            different = (_without(call, fitted_to) for call in self.held)
+            different = (_without_copies(call, fitted_to) for call in self.held)
             self.held = [call for call in different if call is not None]
         self.copies = count - sum(call.count for call in self.held)
 
+    def _split(
+        self, batch: Example, index: int, position: int
+    ) -> tuple[Example | None, Example | None]:
+        """Return the part of a call that is held out, and the part that values are fitted to.
+
+        A part is None if no image is in it.
+
+        Args:
+            batch: The call.
+            index: The number of calls before it.
+            position: The number of images in the calls before it.
+        """
+        # `take` returns None if no image is marked, and also if the call cannot be split.
+        is_held_out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
+        held_out = None if self.whole else batch.take(is_held_out)
+        fitted = None if self.whole else batch.take(~is_held_out)
+        if held_out is not None or fitted is not None:
+            return held_out, fitted
+
+        # A call that cannot be split is held out or fitted to as a whole.
+        is_fourth_call = index % EVERY == EVERY - 1
+        return (batch, None) if is_fourth_call else (None, batch)
+
 
 def _hashes(call: Example) -> list[bytes]:
-    """Return a hash of each sample of a call, or no hashes if the call cannot be split."""
+    """Return a hash of each sample of a call, or an empty list if the call cannot be split.
+
+    Samples with the same numbers have the same hash.
+    """
     tensors = call.tensors()
     if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in tensors):
         return []
 
     hashes: list[bytes] = []
+    # A sample is its entry in each tensor of the call.
     for sample in zip(*(tensor.cpu().double().numpy() for tensor in tensors), strict=True):
         content = b"".join(value.tobytes() for value in sample)
         hashes.append(hashlib.sha256(content).digest())
     return hashes
 
 
-def _without(call: Example, fitted_to: set[bytes]) -> Example | None:
-    """Return the samples of a call that were not fitted to, or None if all were.
+def _without_copies(call: Example, fitted_to: set[bytes]) -> Example | None:
+    """Return the samples of a call that are no copies, or None if all are.
+
+    A copy equals a sample that values were fitted to, or an earlier held-out sample.
 
     Args:
         call: The call. If it cannot be split into samples, it is returned as it is.
-        fitted_to: The hashes of all samples that were fitted to. The hashes of this call are added,
-            so that a sample counts once.
+        fitted_to: The hashes of the samples that count as seen: those that were fitted to, and the
+            held-out samples of earlier calls. The hashes of this call are added, in place.
     """
     hashes = _hashes(call)
     if not hashes:

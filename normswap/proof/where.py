@@ -68,17 +68,7 @@ def first_layer_apart(
     floats = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     departures = _measured(traced, example, floats)
 
-    # Go through the operations from the outputs backwards. An operation is right if its value is
-    # right, or if the result has no value for it and an operation that reads it is right.
-    # Operations that were not measured, such as those that give no tensor, count as without a value
-    # of the result.
-    right: set[fx.Node] = set()
-    for node in reversed(traced.nodes[:-1]):
-        relative_l2 = departures[node].relative_l2 if node in departures else math.inf
-        has_no_value = relative_l2 > _SIMILAR
-        has_right_reader = any(reader in right for reader in traced.users[node])
-        if relative_l2 <= allowed or (has_no_value and has_right_reader):
-            right.add(node)
+    right = _right_operations(traced, departures, allowed)
 
     # The operations so far for which the result has a value. The loop below fills it.
     with_value: list[Departure] = []
@@ -104,6 +94,32 @@ def first_layer_apart(
     return next(filter(stands_out, with_value), None)
 
 
+def _right_operations(
+    traced: tracing.Traced, departures: dict[fx.Node, Departure], allowed: float
+) -> set[fx.Node]:
+    """Return the operations that the result computes as the network does.
+
+    An operation is right if its value is right, or if the result has no value for it and an
+    operation that reads it is right.
+
+    Args:
+        traced: The network's recorded forward.
+        departures: How far each measured operation is off.
+        allowed: The relative L2 distance that an operation's value may be off by.
+    """
+    right: set[fx.Node] = set()
+    # From the outputs backwards, so that the operations that read a value come before it. The last
+    # node returns the outputs and computes nothing.
+    for node in reversed(traced.nodes[:-1]):
+        # Operations that were not measured, such as those that give no tensor, have no value.
+        relative_l2 = departures[node].relative_l2 if node in departures else math.inf
+        has_no_value = relative_l2 > _SIMILAR
+        has_right_reader = any(reader in right for reader in traced.users[node])
+        if relative_l2 <= allowed or (has_no_value and has_right_reader):
+            right.add(node)
+    return right
+
+
 def _measured(
     traced: tracing.Traced, example: Example, floats: list[Tensor]
 ) -> dict[fx.Node, Departure]:
@@ -125,7 +141,7 @@ def _measured(
     for node, index in closest.items():
         least = least_distances.get(index, math.inf)
         least_distances[index] = min(departures[node].relative_l2, least)
-    without = [
+    without_value = [
         node
         for node, index in closest.items()
         if departures[node].relative_l2 > least_distances[index]
@@ -133,10 +149,15 @@ def _measured(
 
     # Measured again. Now the next operations read the result's value in place of each output that
     # has one near it.
-    departures, _ = _departures(traced, example, floats, without, similar=_SIMILAR)
-    for node in without:
+    departures, _ = _departures(traced, example, floats, without_value, similar=_SIMILAR)
+
+    # An operation without a value gets the figures of the first one behind it that has a value, if
+    # there is one, and keeps its own path and kind.
+    for node in without_value:
         readers = (
-            other for other in departures if other not in without and traced.depends(other, node)
+            other
+            for other in departures
+            if other not in without_value and traced.depends(other, node)
         )
         reader = departures[next(readers, node)]
         departures[node] = replace(reader, site=departures[node].site, kind=departures[node].kind)
@@ -148,7 +169,7 @@ def _departures(
     traced: tracing.Traced,
     example: Example,
     floats: list[Tensor],
-    without: Container[fx.Node] = (),
+    without_value: Container[fx.Node] = (),
     similar: float = -1.0,
 ) -> tuple[dict[fx.Node, Departure], dict[fx.Node, int]]:
     """Run the network's operations, and return how far each is from the result's closest value.
@@ -159,8 +180,8 @@ def _departures(
         traced: The network's recorded forward.
         example: The input.
         floats: The floating-point values of the result.
-        without: The operations that have no value in the result.
-        similar: If an operation is off by this at most, and is not in `without`, the next
+        without_value: The operations that have no value in the result.
+        similar: If an operation is off by this at most, and is not in `without_value`, the next
             operations read its closest value in place of its output. With the default -1 they never
             do.
 
@@ -191,33 +212,41 @@ def _departures(
         if not output.is_floating_point() or output.numel() <= 1:
             continue
 
-        # A file may arrange the same numbers otherwise, so only their count must be the same.
-        candidates = {
-            i: value.reshape(output.shape)
-            for i, value in enumerate(floats)
-            if value.numel() == output.numel()
-        }
-        distances = {
-            i: float((value - output).norm().nan_to_num(math.inf))
-            for i, value in candidates.items()
-        }
-        # Without a candidate, NaN stands for the value, which is infinitely far off.
-        nearest = _index_of_least(distances)
-        value = candidates.get(nearest, output.mul(math.nan))
-        departure = _departure(traced, node, output, value)
-        closest[node] = nearest
-        departures[node] = departure
+        closest[node], value = _closest(output, floats)
+        departure = departures[node] = _departure(traced, node, output, value)
 
         # The value is written in place, so that views of the output have it, too.
-        if departure.relative_l2 <= similar and node not in without and output.is_contiguous():
+        is_near = departure.relative_l2 <= similar
+        if is_near and node not in without_value and output.is_contiguous():
             output.copy_(value)
 
     return departures, closest
 
 
-def _index_of_least(distances: dict[int, float]) -> int:
-    """Return the index of the least distance, or -1 if there is none."""
-    return min(distances, key=lambda index: distances[index], default=-1)
+def _closest(output: Tensor, floats: list[Tensor]) -> tuple[int, Tensor]:
+    """Return which of the result's values is closest to an operation's output, and that value.
+
+    A file may arrange the same numbers otherwise, so values of any shape with as many entries are
+    compared.
+
+    Args:
+        output: The output.
+        floats: The floating-point values of the result.
+
+    Returns:
+        The index of the closest value in `floats`, and the value in the output's shape. If no value
+        has as many entries, they are -1 and a tensor of NaN, which is infinitely far off.
+    """
+    candidates = {
+        i: value.reshape(output.shape)
+        for i, value in enumerate(floats)
+        if value.numel() == output.numel()
+    }
+    distances = {
+        i: float((value - output).norm().nan_to_num(math.inf)) for i, value in candidates.items()
+    }
+    nearest = min(distances, key=lambda index: distances[index], default=-1)
+    return nearest, candidates.get(nearest, output.mul(math.nan))
 
 
 def _departure(traced: tracing.Traced, node: fx.Node, output: Tensor, value: Tensor) -> Departure:
