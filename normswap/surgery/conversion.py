@@ -267,7 +267,7 @@ def convert(
     if to == "unfold":
         conversion = _unfolded(work_on, to, dict(options))
     elif to == "batchnorm" and options.get("like"):
-        conversion = _alike(work_on, to, dict(options))
+        conversion = _to_class_with_batchnorms(work_on, to, dict(options))
     else:
         conversion = _converted(work_on, to, dict(options))
 
@@ -368,17 +368,11 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     has_what_it_needs = has_batchnorms and target.scheme.starts_from == "batchnorm"
     estimates = measured and not has_what_it_needs and any(norm.averages for norm in norms)
 
-    # The schemes that come before the target, by name.
-    before: list[str] = []
-    if estimates:
-        before.append("estimate")
-    if target.scheme.on_branches and any(
-        norm_free.ends_in_own_factor(anatomy, block) for block in anatomy.included_blocks
-    ):
-        before.append("folded")
     has_norms = has_batchnorms or estimates
-    if target.scheme.starts_from is not None and has_lost_norms and not has_norms:
-        before.append(target.scheme.starts_from)
+    needs_lost_norms = has_lost_norms and not has_norms
+    before = _schemes_before(
+        target, anatomy, estimates=estimates, needs_lost_norms=needs_lost_norms
+    )
     after = [] if purpose is None else [schemes.chosen(purpose, {})]
 
     # Only the target `batchnorm` has the option `where`. `norms` means: where norms stand or stood.
@@ -412,17 +406,47 @@ def scheme_path(anatomy: Anatomy, to: str, options: Options, *, measured: bool) 
     return path + after
 
 
-def _alike(network: Network, to: str, options: Options) -> Conversion:
-    """Convert a network without norms to another class that has BatchNorms (`likeness`).
+def _schemes_before(
+    target: Chosen, anatomy: Anatomy, *, estimates: bool, needs_lost_norms: bool
+) -> list[str]:
+    """Return the names of the schemes that are carried out before the target, in order.
+
+    Args:
+        target: The target scheme, with its options.
+        anatomy: The source's recorded structure, restricted to the parts that are converted.
+        estimates: Whether norms with statistics per sample are to become BatchNorms first.
+        needs_lost_norms: Whether the network has no BatchNorms, and had some that an earlier
+            conversion removed.
+    """
+    before: list[str] = []
+    if estimates:
+        before.append("estimate")
+
+    # The factor at the end of a branch of a normalizer-free network is in the block's own forward.
+    # No scalar can be placed behind it before it is folded.
+    ends_in_factor = target.scheme.on_branches and any(
+        norm_free.ends_in_own_factor(anatomy, block) for block in anatomy.included_blocks
+    )
+    if ends_in_factor:
+        before.append("folded")
+
+    if target.scheme.starts_from is not None and needs_lost_norms:
+        before.append(target.scheme.starts_from)
+    return before
+
+
+def _to_class_with_batchnorms(network: Network, to: str, options: Options) -> Conversion:
+    """Convert a network without norms to a class of networks that has BatchNorms (`likeness`).
 
     Args:
         network: The network.
-        to: The target's name.
-        options: The options of the target, of which `like` names the architecture.
+        to: The name of the target scheme.
+        options: The options that were given. `like` names the class.
 
     Raises:
         OptionError: Another option is given, `like` is no architecture, or there are no images.
     """
+    # `like` goes with no other option.
     like = options["like"]
     for name, value in schemes.changed(to, options).items():
         if name != "like" and value:
@@ -430,6 +454,7 @@ def _alike(network: Network, to: str, options: Options) -> Conversion:
             raise OptionError(pair, "the architecture says where norms stand, and which")
     like = _checked_like(like)
 
+    # That scheme needs images, so an error is raised if there are none.
     images = carrying_out.images_for(schemes.chosen("measured-batchnorm", {}), network)
     assert images is not None
     return likeness.batchnorm_like(network, like, calls_of(images, network))
@@ -465,6 +490,7 @@ def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
     earlier = source.provenance.plan.steps
     exact = schemes.are_exact(steps)
 
+    # In float64 all steps are applied to the source anew.
     precise = None
     if exact:
         precise = doubles.compare_double(
@@ -512,6 +538,29 @@ def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
     )
 
 
+def _only_like(options: Options, to: str) -> str | nn.Module | None:
+    """Return the value of the option `like`, or None if it is not given.
+
+    Args:
+        options: The options that were given. `like` is the only one that is allowed.
+        to: The name of the target, for errors.
+
+    Raises:
+        OptionError: Another option is given, or `like` is neither a name nor a network.
+    """
+    value = options.get("like")
+    like = None if value is None else _checked_like(value)
+    # An empty `purpose` asks for nothing, so it is not refused.
+    others = {
+        name for name, given in options.items() if name != "like" and (given or name != "purpose")
+    }
+    if others:
+        raise OptionError(
+            f"{to!r} has no option {', '.join(sorted(others))}", "it takes `like` only"
+        )
+    return like
+
+
 def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     """Give a converted network the norms of its source back, and prove that the function is kept.
 
@@ -525,17 +574,7 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
         RefusedError: The network was not converted, or the source cannot express its changes.
         VerificationError: The source with its norms computes something else.
     """
-    like = options.get("like")
-    if like is not None:
-        like = _checked_like(like)
-    # Any other option is refused, except an empty `purpose`, which asks for nothing.
-    others = {
-        name for name, value in options.items() if name != "like" and (value or name != "purpose")
-    }
-    if others:
-        raise OptionError(
-            f"{to!r} has no option {', '.join(sorted(others))}", "it takes `like` only"
-        )
+    like = _only_like(options, to)
 
     # The source is built by its record, or of the class that the user gives.
     def unfolded(converted: Network) -> Network:
@@ -555,6 +594,8 @@ def _unfolded(network: Network, to: str, options: Options) -> Conversion:
     report = comparison.compare_networks(
         network, result.module, precise=precise, claims=applying.claims(steps)
     )
+    # If nothing is proved, this raises the error that says so. A wrong result gets an error of its
+    # own, as here the source may be unable to compute what the network has learned.
     if report.unproved:
         verdict.require_passed(report, to)
     if not report.passed:

@@ -64,6 +64,7 @@ def batchnorm_like(
     # `network`, and the dtype, device and mode.
     module.to(network.device, network.dtype).train(network.module.training)
     skeleton = unfolding.bare(network, module, provenance.of(module).arch)
+    # If inputs are noise, both networks get noise of the same size.
     if network.inputs is None:
         skeleton = replace(skeleton, size=network.input_size)
     maps = _fill(network, skeleton)
@@ -82,6 +83,7 @@ def batchnorm_like(
         network, lambda: _undo_statistics(skeleton.doubled().module, maps)
     )
     report = comparison.compare_networks(network, module, precise=precise)
+    # If nothing is proved, this raises the error that says so.
     if report.unproved:
         verdict.require_passed(report, "batchnorm")
     if not report.passed:

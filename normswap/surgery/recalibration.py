@@ -92,6 +92,7 @@ def recalibrate(
     if not broken:
         return conversion
 
+    # The network before the step is the copy in which broken statistics are mean 0 and variance 1.
     note = (
         f"the statistics of {len(broken)} norms were broken ({', '.join(broken[:3])}); the report"
         " is about 0 and 1"
