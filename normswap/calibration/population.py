@@ -134,20 +134,34 @@ def estimate_population(
     if not count:
         raise SourceError("0 calibration images", "at least one is needed")
 
-    # `number` counts the images that the norm has seen, `moments` has the sums over them.
-    for path, (moments, number) in sums.items():
-        norm: Any = norms[path].module
-        if not bool(moments.isfinite().all()):
-            raise VerificationError(f"the statistics of {path} are not finite on these images")
-        _require_enough(path, moments / number, images, most_error)
-        norm.running_mean.copy_(moments[0] / number)
-        norm.running_var.copy_(moments[1] / number)
-
+    _set_statistics(norms, sums, images, most_error)
     note = f"{len(norms)} norms, {images} images in {count} batches"
     if left_out:
         note += f"; {left_out} images in batches that give one value per channel are left out"
 
     return note
+
+
+def _set_statistics(norms: Mapping[str, Site], sums: _Sums, images: int, most_error: float) -> None:
+    """Set running means and variances of norms, in place, from sums over images.
+
+    Args:
+        norms: The norms, by path.
+        sums: The sums of each norm, by its path.
+        images: The number of images.
+        most_error: The largest allowed standard error of a channel's mean, in deviations.
+
+    Raises:
+        SourceError: The images are too few for that error.
+        VerificationError: A sum is not finite.
+    """
+    for path, (moments, count) in sums.items():
+        norm: Any = norms[path].module
+        if not bool(moments.isfinite().all()):
+            raise VerificationError(f"the statistics of {path} are not finite on these images")
+        _require_enough(path, moments / count, images, most_error)
+        norm.running_mean.copy_(moments[0] / count)
+        norm.running_var.copy_(moments[1] / count)
 
 
 def _add(sums: _Sums, more: _Sums) -> None:

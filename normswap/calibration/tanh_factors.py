@@ -5,7 +5,7 @@ channel is multiplied by the largest factor, at most 1, with which its loss is n
 of a channel of N(0, 1) without a factor. Gamma compensates the factor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -50,29 +50,8 @@ def choose_factors(
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
     alphas = {edit.path: edit.args["alpha"] for edit in step.edits if edit.layer == "DynamicTanh"}
     layers = {path: without_lead(target.get_submodule(path)) for path in alphas}
-    generator = torch.Generator().manual_seed(0)
 
-    # The values (C, n) of a layer's input x (N, C, places) at some random places.
-    def some_values(_: nn.Module, x: Tensor) -> Tensor:
-        places = torch.randperm(x.shape[2], generator=generator)[:PLACES].to(x.device)
-        return x[:, :, places].transpose(0, 1).flatten(1).float().cpu()
-
-    parts = observed(target, layers, first_images(target, batches, MOST), some_values)
-    values: dict[str, Tensor] = {}
-    for path, tensors in parts.items():
-        x = torch.cat(tensors, 1)
-        if x.shape[1] >= ENOUGH:
-            values[path] = x
-    if len(values) < len(layers):
-        generator.manual_seed(0)
-        parts = observed(target, layers, dead_leaves(target, example, layers), some_values)
-        for path in parts.keys() - values.keys():
-            x = torch.cat(parts[path], 1)
-            # The network was not trained on dead leaves, so channels have other deviations on them.
-            # The input of the tanh is whitened: on images like those of the training it has 1.
-            values[path] = x / x.std(1, keepdim=True).clamp_min(1e-30)
-
-    for path, x in values.items():
+    for path, x in _input_values(target, layers, example, batches).items():
         alpha = alphas[path]
         layer_without_tanh = layers[path]
         layer_with_tanh = without_lead(result.get_submodule(path))
@@ -87,6 +66,48 @@ def choose_factors(
         layer_with_tanh.weight.copy_(
             layer_with_tanh.weight.double() * gains(alpha, factor) / gain(alpha)
         )
+
+
+def _input_values(
+    target: nn.Module,
+    layers: Mapping[str, nn.Module],
+    example: Example,
+    batches: Iterable[Example],
+) -> dict[str, Tensor]:
+    """Return values (C, n) of the input of each layer, by the layer's path.
+
+    Args:
+        target: The network that has the layers.
+        layers: The layers, by path.
+        example: A call of the network, in which dead leaves take the place of the images.
+        batches: Calls with the user's images. It is empty if the user gave none.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    # The values (C, n) of a layer's input x (N, C, places) at some random places.
+    def some_values(_: nn.Module, x: Tensor) -> Tensor:
+        places = torch.randperm(x.shape[2], generator=generator)[:PLACES].to(x.device)
+        return x[:, :, places].transpose(0, 1).flatten(1).float().cpu()
+
+    # The user's images come first.
+    parts = observed(target, layers, first_images(target, batches, MOST), some_values)
+    values: dict[str, Tensor] = {}
+    for path, tensors in parts.items():
+        x = torch.cat(tensors, 1)
+        if x.shape[1] >= ENOUGH:
+            values[path] = x
+    if len(values) == len(layers):
+        return values
+
+    # Layers of which they give too few values get those on dead leaves.
+    generator.manual_seed(0)
+    parts = observed(target, layers, dead_leaves(target, example, layers), some_values)
+    for path in parts.keys() - values.keys():
+        x = torch.cat(parts[path], 1)
+        # The network was not trained on dead leaves, so channels have other deviations on them. The
+        # input of the tanh is whitened: on images like those of the training its deviation is 1.
+        values[path] = x / x.std(1, keepdim=True).clamp_min(1e-30)
+    return values
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:

@@ -610,7 +610,7 @@ class _Comparison:
         _, values = run(network, example, paths, entrances=entrances)
         _, others = run(self.result, example, paths, entrances=entrances)
         ran = _run_if_it_can(network, with_other_values(example), paths, entrances=entrances)
-        moved = {} if ran is None else ran[1]
+        moved: Outputs = {} if ran is None else ran[1]
 
         errors: list[Error] = []
         for site in [*paths, *map(entrance, entrances)]:

@@ -422,8 +422,9 @@ def _schemes_before(
     if estimates:
         before.append("estimate")
 
-    # The factor at the end of a branch of a normalizer-free network is in the block's own forward.
-    # No scalar can be placed behind it before it is folded.
+    # In normalizer-free networks a branch may end in a factor of the block's own forward. Then no
+    # module returns the branch's value, and no scalar can be placed at its end. Folding the factor
+    # comes first.
     ends_in_factor = target.scheme.on_branches and any(
         norm_free.ends_in_own_factor(anatomy, block) for block in anatomy.included_blocks
     )
@@ -514,28 +515,39 @@ def joined(source: Network, conversions: Sequence[Conversion]) -> Conversion:
 
     verdict.require_passed(report, " and ".join(step.scheme for step in steps))
 
-    # A tensor that is renamed by two steps goes from its first name to its last.
+    # The outcome of a norm is that of the last step that names it.
     outcomes: dict[str, Outcome] = {}
     notes: list[str] = []
-    renames: dict[str, str] = {}
     for conversion in conversions:
         outcomes |= conversion.outcomes
         notes += conversion.notes
+    return Conversion(
+        network=last.network,
+        report=report,
+        outcomes=outcomes,
+        notes=tuple(dict.fromkeys(notes)),
+        renames=_renames(source, conversions),
+        steps=len(conversions),
+    )
+
+
+def _renames(source: Network, conversions: Sequence[Conversion]) -> tuple[tuple[str, str], ...]:
+    """Return the name in the source and in the result of each tensor that some step renames.
+
+    Args:
+        source: The network before the first step.
+        conversions: The conversion of each step, in order.
+    """
+    # A tensor that is renamed by two steps goes from its first name to its last.
+    renames: dict[str, str] = {}
+    for conversion in conversions:
         of_step = dict(conversion.renames)
         # `pop` takes out the renames that go on from an earlier one, and leaves those that are new.
         renames = {old: of_step.pop(new, new) for old, new in renames.items()} | of_step
 
     # Tensors that a step has added are left out, as the source has none of that name.
     names_of_source = source.module.state_dict().keys()
-    kept_tensors = tuple((old, new) for old, new in renames.items() if old in names_of_source)
-    return Conversion(
-        network=last.network,
-        report=report,
-        outcomes=outcomes,
-        notes=tuple(dict.fromkeys(notes)),
-        renames=kept_tensors,
-        steps=len(conversions),
-    )
+    return tuple((old, new) for old, new in renames.items() if old in names_of_source)
 
 
 def _only_like(options: Options, to: str) -> str | nn.Module | None:

@@ -138,6 +138,8 @@ class Network:
             # Only the first call is looked at. There may be none.
             for call in _CallsOfBatches(self.calibrate, calling.form(self.module)):
                 of_images = call.only_images and not call.listed and call.images.is_floating_point()
+                # Of images the size is enough, as noise can take their place. Of anything else the
+                # first two samples become the inputs.
                 if of_images:
                     object.__setattr__(self, "size", call.size)
                 else:

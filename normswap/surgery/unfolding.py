@@ -75,8 +75,8 @@ def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
     _copy(state, record.norms)
     _copy(state, _tensors(network.module, _is_affine_norm))
 
-    # Now folding the source would give the canonical form as it was before training. Each edit of
-    # that plan is inverted, so that folding gives the present canonical form.
+    # Folding the source has to give the canonical form. So each edit of the plan that folds it is
+    # inverted: tensors of the source are set so that the edit gives the canonical form's layer.
     builder = fold_norms(source.anatomy)
     modules = builder.anatomy.traced.modules
     converted = _by_old_path(canonical)
