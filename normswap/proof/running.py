@@ -241,65 +241,17 @@ def by_parts(
         tensors: Float64 tensors that are used in place of casts, by the `id` of the network's own
             tensors.
     """
-    # The network's own tensors of each module that runs now. It gets them back afterwards.
-    own_tensors: dict[nn.Module, dict[str, Tensor]] = {}
-    # The tensors of modules that were built in float64, by the `id` of the network's own tensors.
-    # Each waits here until the module that owns it runs, which may be a child of the replaced one.
-    built: dict[int, Tensor] = {}
-
-    # Before a replaced module runs, it is built in float64.
-    @_outside_function_modes
-    def build(module: nn.Module, _args: object) -> None:
-        assert replacements is not None
-        doubles = dict(_tensors(replacements[module]()))
-        built.update(
-            {id(own): doubles[name].detach() for name, own in _tensors(module) if name in doubles}
-        )
-
-    # A module gets float64 tensors when its forward begins: those that were built, or casts.
-    @_outside_function_modes
-    def use_double(module: nn.Module, _args: object) -> None:
-        tensors_of_module = {**module._parameters, **module._buffers}
-        floats = {
-            name: tensor
-            for name, tensor in tensors_of_module.items()
-            if tensor is not None and tensor.is_floating_point()
-        }
-
-        own_tensors[module] = {name: tensor.data for name, tensor in floats.items()}
-        for name, tensor in floats.items():
-            double_tensor = built.pop(id(tensor), (tensors or {}).get(id(tensor)))
-            if double_tensor is None:
-                double_tensor = tensor.data.double()
-            _put(module, name, double_tensor)
-
-    # It gets its own tensors back when its forward ends.
-    @_outside_function_modes
-    def restore(module: nn.Module, *_: object) -> None:
-        for name, tensor in own_tensors.pop(module).items():
-            _put(module, name, tensor)
-
-    owners = [
-        module for module in nn.Module.modules(model) if module._parameters or module._buffers
-    ]
-    # The hooks that build come first, as hooks run in the order in which they are registered.
-    handles = [module.register_forward_pre_hook(build) for module in replacements or {}]
-    for owner in owners:
-        handles += [
-            owner.register_forward_pre_hook(use_double),
-            owner.register_forward_hook(restore),
-        ]
-
-    # After an error inside a forward its module still has float64 tensors, as no hook gave it its
-    # own ones back. `finally` does that.
+    casts = _CastsWhileRunning(replacements or {}, tensors or {})
+    handles = casts.hooks(model)
     try:
         with hooked(handles), Widening():
             return run(model, example)[0]
     except (RuntimeError, KeyError):
         return None
+    # After an error inside a forward its module still has float64 tensors, as no hook gave it its
+    # own ones back.
     finally:
-        for module in list(own_tensors):
-            restore(module)
+        casts.restore_all()
 
 
 def _outside_function_modes(work: Callable[..., None]) -> Callable[..., None]:
@@ -313,6 +265,75 @@ def _outside_function_modes(work: Callable[..., None]) -> Callable[..., None]:
             work(*args)
 
     return unwatched
+
+
+class _CastsWhileRunning:
+    """Gives each module of a network float64 tensors while its forward runs.
+
+    Args:
+        replacements: For some modules, the function that builds the module anew in float64.
+        tensors: Float64 tensors that are used in place of casts, by the `id` of the network's own
+            tensors.
+    """
+
+    def __init__(self, replacements: Replacements, tensors: Mapping[int, Tensor]) -> None:
+        self.replacements = replacements
+        self.tensors = tensors
+        # The own tensors of each module that runs now. It gets them back afterwards.
+        self.own_tensors: dict[nn.Module, dict[str, Tensor]] = {}
+        # The tensors of modules that were built in float64, by the `id` of the network's own. Each
+        # waits here until the module that owns it runs, which may be inside the replaced one.
+        self.built: dict[int, Tensor] = {}
+
+    def hooks(self, model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+        """Register the hooks on the modules of a network, and return their handles."""
+        owners = [
+            module for module in nn.Module.modules(model) if module._parameters or module._buffers
+        ]
+        # The hooks that build come first, as hooks run in the order in which they are registered.
+        handles = [module.register_forward_pre_hook(self._build) for module in self.replacements]
+        for owner in owners:
+            handles += [
+                owner.register_forward_pre_hook(self._use_double),
+                owner.register_forward_hook(self._restore),
+            ]
+        return handles
+
+    @_outside_function_modes
+    def _build(self, module: nn.Module, _args: object) -> None:
+        """Build a replaced module in float64, before its forward."""
+        doubles = dict(_tensors(self.replacements[module]()))
+        self.built.update(
+            {id(own): doubles[name].detach() for name, own in _tensors(module) if name in doubles}
+        )
+
+    @_outside_function_modes
+    def _use_double(self, module: nn.Module, _args: object) -> None:
+        """Give a module float64 tensors, before its forward: those that were built, or casts."""
+        tensors_of_module = {**module._parameters, **module._buffers}
+        floats = {
+            name: tensor
+            for name, tensor in tensors_of_module.items()
+            if tensor is not None and tensor.is_floating_point()
+        }
+
+        self.own_tensors[module] = {name: tensor.data for name, tensor in floats.items()}
+        for name, tensor in floats.items():
+            double_tensor = self.built.pop(id(tensor), self.tensors.get(id(tensor)))
+            if double_tensor is None:
+                double_tensor = tensor.data.double()
+            _put(module, name, double_tensor)
+
+    @_outside_function_modes
+    def _restore(self, module: nn.Module, *_: object) -> None:
+        """Give a module its own tensors back, after its forward."""
+        for name, tensor in self.own_tensors.pop(module).items():
+            _put(module, name, tensor)
+
+    def restore_all(self) -> None:
+        """Give all modules that have float64 tensors their own tensors back."""
+        for module in list(self.own_tensors):
+            self._restore(module)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
