@@ -256,7 +256,7 @@ class Agreement:
 
 
 def _unit(scores: Tensor) -> str:
-    """Return the word for what has one argmax in scores (N, classes) or (N, classes, ...)."""
+    """Return the word for the places that have one argmax each in scores (N, classes, ...)."""
     return {2: "images", 4: "pixels", 5: "voxels"}.get(scores.ndim, "places")
 
 

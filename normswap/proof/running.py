@@ -58,7 +58,7 @@ def run(
     entrances: Sequence[str] = (),
     heads: bool = False,
 ) -> tuple[Outputs, Outputs]:
-    """Run a network in eval mode, and return what it gives, outside and inside.
+    """Run a network in eval mode, and return its outputs and values inside it.
 
     Args:
         model: The network.

@@ -130,13 +130,13 @@ def _like(
     """Return an empty tensor with the dtype and device that a new layer gets.
 
     They are those of the first floating-point tensor of the replaced module. If it has none, the
-    modules that the edit reads are asked, and then the network (`calling.anchor`), whose parts may
-    have different dtypes.
+    modules in `reads` are asked, and then the network (`calling.anchor`). The parts of a network
+    may have different dtypes.
 
     Args:
         model: The network.
         old: The module, parameter or number at the edit's path.
-        reads: The modules that the edit reads.
+        reads: The other modules whose tensors the new layer uses, such as a folded norm.
         double: Whether the tensor is in float64, whatever the network's dtype is.
     """
     tensors: list[torch.Tensor] = [old] if isinstance(old, nn.Parameter) else []
@@ -152,7 +152,7 @@ def _like(
 
 
 def _in_double(reads: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that an edit reads, with a float64 copy of each parametrized module.
+    """Return the given modules, with a float64 copy in place of each parametrized module.
 
     The weight of a parametrized module (`torch.nn.utils.parametrize`, such as weight norm) is
     computed when it is read. In float32 that would round it. The stored tensors of the other
@@ -208,14 +208,14 @@ def doubles(
 def _layer_in_double(
     edit: Edit, old: nn.Module, reads: list[nn.Module], like: torch.Tensor
 ) -> nn.Module:
-    """Return the module that an edit puts in the place of `old`, built in float64.
+    """Return the module that an edit of the plan puts in the place of `old`, built in float64.
 
     `running.by_parts` runs the result with the tensors of these modules in place of its own.
 
     Args:
         edit: The edit, which names the path, the class of the new layer and its arguments.
         old: The module at the edit's path, before the step.
-        reads: The modules that the edit reads.
+        reads: The other modules whose tensors the new layer uses, such as a folded norm.
         like: An empty float64 tensor on the layer's device.
     """
     if edit.keep:
@@ -411,13 +411,13 @@ def _path_after(path: str, depths: Mapping[str, int]) -> str:
 
 
 def _replacement(edit: Edit, old: Held, reads: list[nn.Module], like: torch.Tensor) -> Held:
-    """Build what an edit puts at its path: a layer, a parameter or a plain number.
+    """Build what an edit of the plan puts at its path: a layer, a parameter or a plain number.
 
     Args:
         edit: The edit, which names the path, the class of the new layer and its arguments.
         old: The module, parameter or number that is replaced. A module that stays (`edit.keep`) is
             put into the new layer.
-        reads: The modules that the edit reads.
+        reads: The other modules whose tensors the new layer uses, such as a folded norm.
         like: An empty tensor with the dtype and device of the new layer.
 
     Raises:
