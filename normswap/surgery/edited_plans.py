@@ -42,8 +42,8 @@ def check(step: Step) -> None:
     Raises:
         PlanError: An argument has a wrong type or is out of range, or an edit lacks its partner.
     """
+    # The edit of each path, and for each path in the `reads` of an edit, that edit.
     by_path = {edit.path: edit for edit in step.edits}
-    # The edit that reads a path, by this path.
     by_reads: dict[str, Edit] = {}
     for edit in step.edits:
         by_reads.update(dict.fromkeys(edit.reads, edit))
@@ -54,7 +54,8 @@ def check(step: Step) -> None:
         for follower in edit.then:
             follower_layer = applying.layer_of(edit, follower.layer)
             _check_arguments(edit, follower_layer, follower.layer, follower.args)
-        _check_partner(edit, layer, by_reads.get(edit.path), by_path)
+        _check_norm(edit, layer, by_reads.get(edit.path))
+        _check_scaled_convolution(edit, by_path)
 
 
 def _check_arguments(
@@ -89,6 +90,7 @@ def _adapters(replacing: Callable[..., object]) -> dict[str, TypeAdapter[Any]]:
         replacing: The function `replacing` of the edit's layer. Its annotations say what each
             argument may be. An argument whose annotation cannot be read gets no check.
     """
+    # Annotations may be text, and name `Unpack` by this name.
     known = {"Unpack": typing_extensions.Unpack}
     try:
         hints = get_type_hints(replacing, localns=known, include_extras=True)
@@ -131,42 +133,53 @@ def _adapter(hint: Any, config: ConfigDict) -> TypeAdapter[Any]:
     return TypeAdapter(hint, config=config)
 
 
-def _check_partner(
-    edit: Edit, layer: type[PlannedLayer], partner: Edit | None, by_path: Mapping[str, Edit]
-) -> None:
-    """Raise PlanError if one of two edits that belong together is gone.
+def _check_norm(edit: Edit, layer: type[PlannedLayer], partner: Edit | None) -> None:
+    """Raise PlanError if a norm needs a convolution before it that is scaled, and there is none.
 
-    Some conversions scale a convolution and undo the scale in the norm behind it. Then an edit of
-    the convolution and an edit of the norm only compute the right thing together.
+    Some conversions scale a convolution and undo the scale in the norm behind it. Only the edits of
+    both together compute what stood there. Edits of other layers are not checked.
 
     Args:
-        edit: The edit of the norm, or of the convolution.
-        layer: The class of the edit's layer. `layer.PARTNER` names the layer that must come before
-            it.
-        partner: The edit that has this edit's path among its `reads`, if there is one.
+        edit: The edit of the norm.
+        layer: The class of the edit's layer. `layer.PARTNER` names the layer that an edit of the
+            convolution must place. It is empty if none is needed.
+        partner: The edit that has the norm's path among its `reads`, if there is one.
+    """
+    # With `groups` and without `eps` the norm reads the convolution's output as it is, so the
+    # convolution needs no edit. With `lead`, a layer in front of the norm scales its input in place
+    # of the convolution.
+    reads_scaled_input = "eps" in edit.args or "groups" not in edit.args
+    if not layer.PARTNER or not reads_scaled_input or edit.args.get("lead"):
+        return
+
+    if partner is None or partner.layer != layer.PARTNER:
+        why = f"no edit places the {layer.PARTNER} convolution before it"
+        remedy = "Keep both edits, or give it `lead`: true, which scales its input"
+        raise PlanError(f"edit of {edit.path}: {edit.layer} cannot stand alone", why, remedy)
+    if partner.args.get("groups") != edit.args.get("groups"):
+        why = f"{partner.path} has groups {partner.args.get('groups')}"
+        problem = f"edit of {edit.path} has groups {edit.args.get('groups')}"
+        raise PlanError(problem, why, "Give both edits the same groups")
+
+
+def _check_scaled_convolution(edit: Edit, by_path: Mapping[str, Edit]) -> None:
+    """Raise PlanError if a convolution is scaled, and no norm behind it undoes the scale.
+
+    Edits of other layers are not checked.
+
+    Args:
+        edit: The edit of the convolution. The first of its `reads` is the norm's path.
         by_path: All edits of the step, by path.
     """
-    # The edit of a norm. With `groups` and without `eps` the norm reads the convolution's output as
-    # it is, so the convolution needs no edit. With `lead`, a layer in front of the norm scales its
-    # input in place of the convolution.
-    reads_scaled_input = "eps" in edit.args or "groups" not in edit.args
-    if layer.PARTNER and reads_scaled_input and not edit.args.get("lead"):
-        if partner is None or partner.layer != layer.PARTNER:
-            why = f"no edit places the {layer.PARTNER} convolution before it"
-            remedy = "Keep both edits, or give it `lead`: true, which scales its input"
-            raise PlanError(f"edit of {edit.path}: {edit.layer} cannot stand alone", why, remedy)
-        if partner.args.get("groups") != edit.args.get("groups"):
-            why = f"{partner.path} has groups {partner.args.get('groups')}"
-            problem = f"edit of {edit.path} has groups {edit.args.get('groups')}"
-            raise PlanError(problem, why, "Give both edits the same groups")
-
-    # The edit of a convolution that is scaled. Its first `reads` is the norm that undoes the scale.
+    # The layers that undo the scale of the edit's layer. There are none for most layers.
     undoing = [name for name, other in planned_layers().items() if edit.layer == other.PARTNER]
-    if undoing:
-        norm = by_path.get(edit.reads[0]) if edit.reads else None
-        if norm is None or norm.layer not in undoing or norm.args.get("lead"):
-            why = f"no edit places the {undoing[0]} behind it that undoes its scaling"
-            raise PlanError(f"edit of {edit.path}: {edit.layer} cannot stand alone", why)
+    if not undoing:
+        return
+
+    norm = by_path.get(edit.reads[0]) if edit.reads else None
+    if norm is None or norm.layer not in undoing or norm.args.get("lead"):
+        why = f"no edit places the {undoing[0]} behind it that undoes its scaling"
+        raise PlanError(f"edit of {edit.path}: {edit.layer} cannot stand alone", why)
 
 
 def notes(network: Network, step: Step) -> list[str]:

@@ -55,6 +55,8 @@ def follow(
         # The old module stays as a copy, whose parameters have the right flags already.
         if old_path is not None and name.startswith(f"{old_path}."):
             continue
+        # In the place of a linear layer, weights, biases and scales each follow what they are made
+        # of. Any other new parameter follows the gamma or beta in its place.
         own_name = _without_holders(name)
         if isinstance(old, LINEAR) and old_path is None:
             parameter.requires_grad_(_learns_in_linear(own_name, edit, old, reads))
@@ -119,8 +121,8 @@ def _learns_in_linear(name: str, edit: Edit, old: nn.Module, reads: Sequence[nn.
     old_parameters = dict(nn.Module.named_parameters(old))
     # The last part of the name: `original0` of `parametrizations.weight.original0`.
     leaf = name.rpartition(".")[2]
-    # Each module that the new layer absorbs, with how it is absorbed. The weights of the layers
-    # that are merged with it (`SUM`) become part of its weight.
+    # Each module that the new layer absorbs, with the way in which it is absorbed. The weights of
+    # layers that are merged with it (`SUM`) become part of its weight.
     absorbed = list(zip(reads, edit.takes, strict=True)) if edit.takes else []
     summed = [module for module, absorption in absorbed if absorption.way is AbsorbMode.SUM]
     weight_learns = any(_weight_learns(module) for module in (old, *summed))
