@@ -7,7 +7,7 @@ it gets statistics measured on images, and gamma = sqrt(var + eps), beta = bias 
 layer of normswap's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -190,20 +190,9 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
             _reset(path, norm)
             maps[path] = _map_at(network.module, site)
 
-    # All other tensors are copied by name. A bias that the network lacks is set to zero. `state` is
-    # the skeleton's state dict, which lacks the buffers that are not saved.
+    # `state` is the skeleton's state dict, which lacks the buffers that are not saved.
     state = copying.state_tensors(skeleton.module)
-    for name, tensor in copying.tensors(skeleton.module).items():
-        path, _, leaf = name.rpartition(".")
-        if path in maps:
-            continue
-        if leaf == "bias" and name not in tensors:
-            tensor.zero_()
-        elif name in tensors and tensors[name].shape == tensor.shape:
-            tensor.copy_(tensors[name])
-        # A buffer that is not saved keeps the skeleton's value.
-        elif name in state:
-            raise RefusedError(_ANOTHER, f"it has no {name} of size {tuple(tensor.shape)}")
+    _copy_tensors(tensors, skeleton.module, maps, state)
     _copy_extra_state(network.module, skeleton.module)
 
     # If a convolution has a bias that its counterpart in the skeleton lacks, the norm behind it has
@@ -219,6 +208,38 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
             shift[absorption.channels] += scale[absorption.channels] * bias
 
     return maps
+
+
+def _copy_tensors(
+    tensors: Mapping[str, Tensor],
+    skeleton: nn.Module,
+    norms: Container[str],
+    state: Container[str],
+) -> None:
+    """Copy tensors into a skeleton, in place and by name, except into its norms.
+
+    A bias that the network lacks is set to zero. A buffer that is not saved keeps the skeleton's
+    value if the network lacks it.
+
+    Args:
+        tensors: The network's parameters and buffers, by name.
+        skeleton: The network that is written to.
+        norms: The paths of the skeleton's norms, which are left as they are.
+        state: The names of the skeleton's tensors that are saved.
+
+    Raises:
+        RefusedError: The network lacks a tensor of the skeleton, or has it in another size.
+    """
+    for name, tensor in copying.tensors(skeleton).items():
+        path, _, own_name = name.rpartition(".")
+        if path in norms:
+            continue
+        if own_name == "bias" and name not in tensors:
+            tensor.zero_()
+        elif name in tensors and tensors[name].shape == tensor.shape:
+            tensor.copy_(tensors[name])
+        elif name in state:
+            raise RefusedError(_ANOTHER, f"it has no {name} of size {tuple(tensor.shape)}")
 
 
 def _reset(path: str, norm: nn.Module) -> None:
