@@ -102,6 +102,7 @@ def choose_rescaling(
 
     for path, scale in _scales(inputs).items():
         norm = norms[path]
+        # The shift gives the scaled channel the mean 0.
         scale = scale.to(norm.weight.device)
         shift = -scale * norm.running_mean.double()
         for network in (target, result):

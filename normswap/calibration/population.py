@@ -195,11 +195,14 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
         why = f"how far the mean of {path} is off is not known from one image"
         raise SourceError("1 image is too few", why)
 
+    # The variance of the images' means is E[mean^2] - E[mean]^2, and that of their average is
+    # estimated by a division by N - 1. Relative to the channel's variance, it is in deviations.
     mean, var, square = moments
     error = float(
         ((square - mean.square()).clamp_min(0) / max(count - 1, 1) / (var + 1e-12)).sqrt().median()
     )
 
+    # The error falls with the root of the number of images.
     if error > most:
         why = (
             f"at {path} the standard error of a channel's mean is {error:.2f} deviations, more than"

@@ -46,7 +46,8 @@ def choose_factors(
         example: A call of the networks, in which dead leaves take the place of the images.
         batches: Calls with the user's images. It is empty if the user gave none.
     """
-    # By the path of a tanh, the path of the convolution before it, which holds the factors.
+    # By the path of a tanh, the path of the convolution before it, whose weights take the factors.
+    # If there is none, a layer in front of the tanh takes them, which `without_lead` leaves out.
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Whitened"}
     alphas = {edit.path: edit.args["alpha"] for edit in step.edits if edit.layer == "DynamicTanh"}
     layers = {path: without_lead(target.get_submodule(path)) for path in alphas}

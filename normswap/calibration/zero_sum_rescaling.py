@@ -73,6 +73,8 @@ def fit_zero_sum(
     """
     factors = rescale(target, result, batches, _sums_to_zero, only)
 
+    # `refit` asks this of each layer: by which factors its input channels were scaled, if its
+    # filters must sum to zero. Where nothing was scaled, the factors are 1.
     def zero_sum(path: str, module: nn.Module) -> Tensor | None:
         if not isinstance(module, own_forwards.CONVOLUTIONS) or not _sums_to_zero(path, module):
             return None

@@ -108,7 +108,7 @@ def compare_networks(
     traced: bool = True,
     claims: Claims = EVERY_BLOCK,
 ) -> Report:
-    """Run both networks in eval mode, on what the source is called with, and compare them.
+    """Run both networks in eval mode, on the inputs of the source, and compare their values.
 
     Args:
         source: The source, with its inputs.

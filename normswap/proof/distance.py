@@ -285,10 +285,10 @@ class OutputDistances:
         self._are_named_alike = True
 
     def add(self, example: Example, outputs: Outputs, others: Outputs) -> None:
-        """Add a batch.
+        """Add the distances of a batch, for each output.
 
         Args:
-            example: The call, whose images' size errors state.
+            example: The call. Errors state the size of its images.
             outputs: The source's outputs by name.
             others: The result's outputs by name.
         """

@@ -42,6 +42,7 @@ def note(source: Source, result: nn.Module) -> str:
     except Exception as error:
         return f"forward_intermediates does not run on the result any more: {first_line(error)}"
 
+    # How far each feature is off, as a share of its size. `not <=` is also true of NaN.
     pairs = zip(expected, features, strict=False)
     shares = [distance(*pair).relative_l2 for pair in pairs]
     off = [i for i, share in enumerate(shares) if not share <= _OTHERWISE]

@@ -312,8 +312,8 @@ def claims(steps: Sequence[Step], earlier: Sequence[Step] = ()) -> Claims:
     rescales = not all(schemes.of(step).scheme.keeps_blocks for step in every_step)
 
     # If a layer absorbs a norm or a LayerScale, the values between the two change, though the
-    # network computes the same. Each pair is in the order of the forward. The terms of a sum have
-    # no order, so both pairs are taken.
+    # network computes the same. Each pair is in the order of the forward: what is absorbed precedes
+    # the layer or follows it. The terms of a sum have no order, so both pairs are taken.
     changed_between: list[tuple[str, str]] = []
     for step in steps:
         for edit in step.edits:

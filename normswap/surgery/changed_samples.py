@@ -28,8 +28,8 @@ def trial_batches(example: Example) -> Iterator[Example]:
     """Yield the batches on which a trial is made, one after the other until the network runs.
 
     They are four samples with small maps, the same samples with their maps as they are, and the
-    given batch itself. The first is left out if no map is larger than that. The last is left out if
-    it has four samples, which were tried then, or a single one.
+    given batch itself. The first batch is left out if no map had to be shrunk. The last one is left
+    out if it has four samples, which were tried before it, or a single one.
     """
     grown = _grown(example)
     small = grown.map(_shrunk)
@@ -67,7 +67,8 @@ def with_rows(call: Example, rows: Tensor) -> Example:
     """
     count = call.count
 
-    # A list or tensor without an entry for each sample is no batch. Lists are searched for batches.
+    # The value is a tensor or a list. If it has no entry for each sample, it is no batch: a tensor
+    # is kept as it is, and the entries of a list are looked at one by one.
     def pick(value: Any) -> Any:
         if isinstance(value, list) and len(value) == count:
             return [value[row] for row in rows.tolist()]
@@ -110,7 +111,8 @@ def with_other_values(call: Example, rows: Tensor) -> Example:
             others.append(changed(sample, partial(_other_values, scale=scale, of_images=of_images)))
         return others
 
-    # A list or tensor without an entry for each sample is no batch. Lists are searched for batches.
+    # The value is a tensor or a list. If it has no entry for each sample, it is no batch: a tensor
+    # is kept as it is, and the entries of a list are looked at one by one.
     def change(value: Any) -> Any:
         if isinstance(value, list) and len(value) != count:
             return [changed(entry, change, list) for entry in value]

@@ -40,6 +40,7 @@ def recorded(result: nn.Module, directory: Path) -> str:
     """
     record = provenance.of(result)
     remedy = f"Say what to compare with: '{spelled('against', metavar='MODEL')}'."
+    # Only a source with random weights has no hash in the record.
     if record.sha256 is None:
         raise SourceError(
             f"{directory} was made from random weights", "they cannot be had again", remedy
@@ -230,14 +231,14 @@ def on_images(
         SourceError: There are no images, or the labels are no classes of the networks.
     """
     if not source.anatomy.features and not labels_are_missing(loader):
-        before, answers = classify(source.module, loader, progress=progress)
-        after, others = classify(result, loader, progress=progress)
-        same = agreement(answers, others)
+        source_accuracy, source_answers = classify(source.module, loader, progress=progress)
+        result_accuracy, result_answers = classify(result, loader, progress=progress)
+        same = agreement(source_answers, result_answers)
         return {
-            "source": before.top1,
-            "result": after.top1,
+            "source": source_accuracy.top1,
+            "result": result_accuracy.top1,
             "agreement": same,
-            "count": before.count,
+            "count": source_accuracy.count,
         }
 
     form = calling.form(source.module)

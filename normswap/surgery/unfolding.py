@@ -141,6 +141,7 @@ def _canonical(network: Network) -> nn.Module:
         RefusedError: The source cannot have the same canonical form. For instance, the network has
             a norm with statistics per sample where the source had a BatchNorm.
     """
+    # A norm with statistics per sample, where the source had a BatchNorm.
     builder = fold_norms(network.anatomy)
     anatomy = network.anatomy
     for norm in anatomy.norms:
@@ -150,6 +151,7 @@ def _canonical(network: Network) -> nn.Module:
             remedy = f"Keep the source network; or first convert to folded with `{calibrate}`"
             raise RefusedError(f"cannot unfold {norm.path}", why, remedy)
 
+    # A bias of the input of a convolution that pads.
     for path, module in anatomy.traced.modules.items():
         if reparametrized.keeps_input_bias(module):
             why = (
