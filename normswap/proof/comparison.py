@@ -343,7 +343,7 @@ class _Comparison:
         # NaN.
         own_change = self._change_by_last_digit(example, outputs)
         if not error.relative_l2 <= allowance.STRAYING * own_change:
-            by_weights = self._outputs_by_weights(example)
+            by_weights = self._outputs_with_changed_weights(example)
             weight_change = allowance.apart(self.precision, example, outputs, by_weights)
             own_change = max(own_change, weight_change)
 
@@ -407,15 +407,15 @@ class _Comparison:
             example: The call.
             outputs: The source's outputs by name.
         """
-        again = self._outputs_by_input(example)
+        again = self._outputs_with_changed_input(example)
         return allowance.apart(self.precision, example, outputs, again)
 
-    def _outputs_by_input(self, example: Example) -> Outputs:
+    def _outputs_with_changed_input(self, example: Example) -> Outputs:
         """Return the source's outputs for a call after its input is changed in the last digit."""
         outputs, _ = run(self.source.module, allowance.in_the_last_digit(example))
         return outputs
 
-    def _outputs_by_weights(self, example: Example) -> Outputs:
+    def _outputs_with_changed_weights(self, example: Example) -> Outputs:
         """Return the outputs of the source with weights that differ in the last digit."""
         changed = allowance.with_other_digits(self.source.module, self.source.coarsest_dtype)
         outputs, _ = run(changed, example)
@@ -739,8 +739,8 @@ class _Comparison:
         # Where no label differs, the source need not run again.
         allowed = dict.fromkeys(errors, 0.0)
         if any(error.relative_l2 for error in errors.values()):
-            by_input = self._outputs_by_input(example)
-            by_weights = self._outputs_by_weights(example)
+            by_input = self._outputs_with_changed_input(example)
+            by_weights = self._outputs_with_changed_weights(example)
             for name in errors:
                 input_change = distance(outputs[name], by_input[name]).relative_l2
                 weight_change = distance(outputs[name], by_weights[name]).relative_l2
@@ -775,8 +775,8 @@ class _Comparison:
         allowed = dict.fromkeys(errors, base)
         if any(error.relative_l2 > base for error in errors.values()):
             for moved_outputs in (
-                self._outputs_by_input(example),
-                self._outputs_by_weights(example),
+                self._outputs_with_changed_input(example),
+                self._outputs_with_changed_weights(example),
             ):
                 moved = _small_parts(outputs, moved_outputs)
                 for site in errors.keys() & moved.keys():
