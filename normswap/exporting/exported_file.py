@@ -112,16 +112,18 @@ class ExportedFile:
         self._require_images()
 
         image_input = self.body["input"]
-        # A file that normalizes images itself takes pixels in 0..1, so they are left as they are.
-        normalization = self.body["normalize"] or {"mean": [0.0], "std": [1.0]}
         labels = self.body["output"]["labels"]
         assumed = self.body["assumed"]
-        preprocessing: Cfg = {**self.body["resize"], **normalization}
+        preprocessing: Cfg = {**self.body["resize"], **(self.body["normalize"] or {})}
         # The record is timm's. It has no key "to", and leaves out what the source network did not
         # state.
         record: Cfg = {
             key: value for key, value in preprocessing.items() if key != "to" and key not in assumed
         }
+        # A file that normalizes images itself takes pixels in 0..1, so they are left as they are,
+        # even if the numbers inside of the file were assumed.
+        if self.body["normalize"] is None:
+            record |= {"mean": [0.0], "std": [1.0]}
         record["input_size"] = tuple(image_input["size"])
         if labels is not None:
             record |= {"num_classes": len(labels), "label_names": labels}
