@@ -421,20 +421,14 @@ class _Comparison:
         outputs, _ = run(changed, example)
         return outputs
 
-    def _has_heads(self) -> bool:
-        """Whether the source is a detector with heads whose raw outputs can be compared.
-
-        The heads score many boxes, of which the network's outputs keep a few.
-        """
-        try:
-            return bool(self.source.anatomy.traced.heads)
-        # The forward cannot be recorded, so no heads are known.
-        except NormswapError:
-            return False
+    @property
+    def _compares_heads(self) -> bool:
+        """Whether the outputs of auxiliary heads, which only training runs, are compared, too."""
+        return self.anatomy is not None and self.anatomy.traced.heads
 
     def _add_heads(self, example: Example) -> None:
         """Add the error at the outputs of a detector's heads, before it chooses boxes."""
-        if self.anatomy is None or not self.anatomy.traced.heads:
+        if not self._compares_heads:
             return
         # With `heads`, a network returns what its heads compute, as in training.
         heads, _ = run(self.source.module, example, heads=True)
@@ -489,10 +483,10 @@ class _Comparison:
                 constant.append(name or "the output")
         self.shows_errors = bool(moving)
 
-        # A mistake may change the scores and none of the labels made from them. In a detector it
-        # then shows at the heads (`_add_heads`).
+        # A mistake may change the scores and none of the labels made from them. If a detector's
+        # heads are compared, it shows there.
         has_labels = any(_are_labels(value) and value.numel() for value in outputs.values())
-        labels_hide_errors = has_labels and not self._has_heads()
+        labels_hide_errors = has_labels and not self._compares_heads
 
         # `sites` has the blocks that were measured already. Where outputs would show no error,
         # values inside that move with the input are compared in their place.

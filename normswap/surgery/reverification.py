@@ -163,12 +163,21 @@ def _is_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
     actual = result.state_dict()
     if expected.keys() != actual.keys():
         return False
-    for name, value in expected.items():
-        # A state dict may also have extra state, which is no tensor and is not compared.
-        is_tensor = isinstance(value, Tensor) and isinstance(actual[name], Tensor)
-        if is_tensor and not torch.equal(value, actual[name].to(value.device)):
-            return False
-    return True
+    return all(_is_same(value, actual[name]) for name, value in expected.items())
+
+
+def _is_same(expected: object, actual: object) -> bool:
+    """Whether two entries of a state dict are equal: tensors to the bit, or a layer's extra state.
+
+    Extra state may be any object. If two cannot be compared, they do not count as the same.
+    """
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        return torch.equal(expected, actual.to(expected.device))
+    try:
+        return bool(expected == actual)
+    # NumPy's arrays raise ValueError, and lists of tensors RuntimeError.
+    except (ValueError, RuntimeError):
+        return False
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -144,6 +144,34 @@ def test_every_call_of_a_layer_that_runs_twice_is_compared() -> None:
     assert normswap.verify(source, result, IMAGES).verdict != "PROVED"
 
 
+class LabelsAndHead(nn.Module):
+    """Labels beside their number. Only training runs its auxiliary head, which has a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.scores = nn.Conv2d(8, 5, 1)
+        self.auxiliary = nn.Sequential(nn.Conv2d(8, 5, 1), nn.BatchNorm2d(5))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features = self.norm(self.stem(x)).relu()
+        outputs = {"labels": self.scores(features).argmax(1), "brightness": x.mean((1, 2, 3))}
+        if self.training:
+            outputs["auxiliary"] = self.auxiliary(features)
+        return outputs
+
+
+def test_verify_looks_behind_labels_where_heads_run_in_training_alone() -> None:
+    result = LabelsAndHead()
+    for parameter in result.scores.parameters():
+        parameter.data.mul_(1.5)
+
+    assert normswap.verify(LabelsAndHead(), LabelsAndHead(), IMAGES).verdict == "PROVED"
+    assert normswap.verify(LabelsAndHead(), result, IMAGES).verdict != "PROVED"
+
+
 @pytest.mark.parametrize("features", [True, False], ids=["features too", "scores alone"])
 @pytest.mark.parametrize("head", ["head", "classifier"])
 def test_what_lies_before_a_constant_output_is_compared(head: str, features: bool) -> None:

@@ -15,6 +15,7 @@ from normswap import provenance
 from normswap.cli.app import main
 from normswap.errors import SourceError
 from normswap.storage import checkpoint
+from normswap.surgery import reverification
 
 State = dict[str, Tensor]
 
@@ -71,6 +72,19 @@ def test_extra_state_is_that_of_the_trained_file(tmp_path: Path) -> None:
     loaded = normswap.load(place, skeleton=build(), weights=tmp_path / "trained.pth")
 
     assert loaded.get_submodule("2").get_extra_state() == {"factor": 3.0}
+
+
+def test_a_plan_proves_nothing_of_a_layer_with_other_extra_state() -> None:
+    """The plan of a result is no proof where the result is not what its plan makes."""
+    source = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Counted()).eval()
+    images = torch.rand(2, 3, 8, 8)
+    model = normswap.convert(source, "affine", inputs=images).model
+    assert reverification._is_what_is_planned(source, model)
+
+    model.get_submodule("2").set_extra_state({"factor": 3.0})
+
+    assert not reverification._is_what_is_planned(source, model)
+    assert normswap.verify(source, model, images).verdict == "WRONG"
 
 
 @pytest.fixture(scope="module")
