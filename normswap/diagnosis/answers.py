@@ -30,8 +30,9 @@ def outputs(model: nn.Module, call: Example) -> Tensor:
 
     Args:
         model: The network.
-        call: The batch.
+        call: The batch, as the arguments that the network is called with.
     """
+    # The empty first entry gives each image a row, even if no output is left.
     rows = [torch.zeros(call.count, 0, dtype=torch.float64)]
     for value in _floating_outputs(model, call):
         rows.append(value.double().cpu().reshape(call.count, -1))
@@ -56,7 +57,14 @@ def class_scores(model: nn.Module, calls: Sequence[Example]) -> Tensor | None:
 
 
 def _floating_outputs(model: nn.Module, call: Example) -> list[Tensor]:
-    """Return the floating-point outputs that have a row for each image of the batch."""
+    """Return a network's floating-point outputs for a batch, as tensors (N, ...) of N images.
+
+    Outputs whose first dimension is not the number of images are left out.
+
+    Args:
+        model: The network. Its state is put back afterwards.
+        call: The batch, as the arguments that the network is called with.
+    """
     with undisturbed(model):
         named = named_tensors(call.call_on_copies(model))
 
@@ -71,6 +79,8 @@ def _floating_outputs(model: nn.Module, call: Example) -> list[Tensor]:
 def tells_images_apart(case: Case, share: float = _ANSWERS_VARY) -> bool:
     """Whether outputs differ between images about as much as with the images' own statistics.
 
+    With wrong statistics the outputs for all images are nearly the same.
+
     Args:
         case: A network with images.
         share: With the stored statistics, the outputs must differ between images by more than this
@@ -79,7 +89,9 @@ def tells_images_apart(case: Case, share: float = _ANSWERS_VARY) -> bool:
     assert case.images is not None, "only images tell"
     calls = case.images.calls
     stored = _variation(case.model, calls)
+    # `case.renewed` is a copy of the network whose norms store the statistics of these images.
     renewed = _variation(case.renewed(calls), calls)
+    # If even that copy gives all images the same outputs, its outputs decide nothing.
     return stored > share * renewed > 0
 
 
@@ -91,7 +103,7 @@ def _variation(model: nn.Module, calls: Sequence[Example]) -> float:
 
     Args:
         model: The network.
-        calls: The images.
+        calls: The batches of images, as the arguments that the network is called with.
     """
     answers = torch.cat([outputs(model, call) for call in calls])
     return float((answers - answers.mean(0)).norm() / answers.norm().clamp_min(1e-30))

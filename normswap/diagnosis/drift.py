@@ -289,12 +289,14 @@ def _images(case: Case) -> ImageBatches:
 def _without_colours(case: Case, first: Drift) -> Iterator[Finding]:
     """Yield a finding if the first norm stores the variances of images with colours.
 
-    The caller has found that the images have none.
+    It is called if the images have no colours. On them, a norm that was trained with colours finds
+    the means that it stores, and other variances.
 
     Args:
         case: The network.
         first: The drift of the first norm.
     """
+    # The stored means fit, and the stored variances do not.
     if first.has_other_details:
         yield Finding(
             "grey-images",
@@ -526,6 +528,7 @@ def _may_be_frozen(case: Case) -> bool:
     if case.images is not None:
         return tells_images_apart(case)
 
+    # Measure mean and variance of each norm's input on the network's own example, in a copy.
     model = copying.duplicate(case.model, memo={})
     norms = {site.path: model.get_submodule(site.path) for site in case.sites}
     try:
@@ -541,6 +544,7 @@ def _may_be_frozen(case: Case) -> bool:
         mean = moments[site.path].mean.to(site.mean)
         var = moments[site.path].variance.to(site.mean)
         output_squares = ((mean - site.mean).square() + var) / (site.var + site.eps)
+        # With statistics of other weights, errors multiply from layer to layer.
         if float(output_squares.median()) > _EXPLODED**2:
             return False
     return True
@@ -576,6 +580,9 @@ def _swapped(case: Case, off: list[StoredNorm]) -> tuple[StoredNorm, StoredNorm]
         if second.path in case.predicted:
             second_predicted, _ = case.predicted[second.path]
             likeness_back = correlation(second_predicted, first.mean)
+        # Means contradict the weights if their correlation is below `_UNLIKE`. Two norms count as
+        # swapped only if the means that one stores and those that are predicted for the other
+        # correlate by more than twice that.
         if min(likeness, likeness_back) > 2 * _UNLIKE:
             return first, second
     return None

@@ -115,12 +115,15 @@ class StoredNorm:
 
     @property
     def at_init(self) -> Tensor:
-        """Which channels have the mean 0 and the variance 1 of a new norm, (C,)."""
+        """A mask (C,) of the channels that store mean 0 and variance 1, as a new norm does."""
         return (self.mean == 0) & (self.var == 1)
 
     @property
     def starts_at_init(self) -> bool:
-        """Whether all channels have the statistics of a new norm."""
+        """Whether all channels store mean 0 and variance 1, as a new norm does.
+
+        It is False for a norm that keeps no statistics.
+        """
         return len(self.at_init) > 0 and bool(self.at_init.all())
 
     @property
@@ -155,16 +158,19 @@ class Case:
 
     @property
     def model(self) -> nn.Module:
-        """The module of the network."""
+        """The torch module of the network that is diagnosed."""
         return self.network.module
 
     @property
     def traced(self) -> Traced | None:
-        """The recorded forward, or None."""
+        """The graph of operations that one forward has recorded. None if none can be recorded."""
         return None if self.anatomy is None else self.anatomy.traced
 
     def calls(self, site: StoredNorm) -> list[fx.Node]:
-        """Return the calls of a norm in the recorded forward. Without one there are none."""
+        """Return the nodes of the recorded forward that call a norm.
+
+        The list is empty if no forward could be recorded, or if the forward does not call the norm.
+        """
         if self.traced is None:
             return []
         return self.traced.calls.get(id(site.module), [])
@@ -200,13 +206,20 @@ class Case:
         return {path: measured.variance.cpu() for path, measured in moments.items()}
 
     def bias_before(self, site: StoredNorm) -> Tensor:
-        """Return the bias of the layer right before a norm, or 0."""
+        """Return the bias (C,) of the layer right before a norm, in float64.
+
+        It is the number 0, as a tensor, if that layer has no bias or is not known.
+        """
         bias = getattr(self.layer_before(site), "bias", None)
         return doubled(bias, torch.zeros((), dtype=torch.float64))
 
     @cached_property
     def predicted(self) -> dict[str, Pair]:
-        """Mean and variance of each norm's input, by path, as the weights before predict them."""
+        """Mean and variance (C,) of each norm's input, by the norm's path.
+
+        They are predicted, without images, from the norms before it and the weights between. Norms
+        whose input cannot be predicted are left out.
+        """
         return {} if self.traced is None else weight_moments.predicted_moments(self.traced)
 
     @cached_property
@@ -233,7 +246,11 @@ class Case:
         return moments_by_part
 
     def renewed(self, calls: Sequence[Example]) -> nn.Module:
-        """Return a copy of the network whose norms have the statistics of these calls."""
+        """Return a copy of the network, with BatchNorm statistics that are measured anew.
+
+        Args:
+            calls: The batches on which they are measured, as arguments of the network.
+        """
         model = copying.duplicate(self.model, memo={})
         population.estimate_population(model, calls)
         return model
@@ -243,7 +260,12 @@ class Case:
 
         The bias of the layer before is part of both means, so it is subtracted from both. The
         result is None if no mean is predicted or stored, or if the norm has too few channels.
+
+        Args:
+            site: The norm.
         """
+        # A norm that stores mean 0 and variance 1 throughout was never updated. Another check finds
+        # that.
         if site.path not in self.predicted or site.starts_at_init:
             return None
         if len(site.mean) < _FEWEST_CHANNELS or not bool(torch.isfinite(site.mean).all()):
@@ -292,7 +314,7 @@ class Case:
 
     @property
     def recalibrate(self) -> str:
-        """The command that measures the statistics anew."""
+        """The command line, as text, that measures the network's statistics anew."""
         return f"normswap recalibrate {self.name} --data {self.data}"
 
     @property
@@ -333,14 +355,20 @@ def rule(
         cost: The harm that the fault does.
         mend: The remedy, in which "{}" stands for the network's name. The default is to measure the
             statistics anew.
-        unless: The past of a sound network that leaves the same numbers. The finding is LIKELY if
-            there is such a past, and CERTAIN if there is none.
+        unless: What may have happened to a network that has these numbers and no fault, such as `it
+            was trained in eval mode`. With it the finding is LIKELY. Without it the finding is
+            CERTAIN.
     """
 
     def check(case: Case) -> Iterator[Finding | Remark | str]:
-        """Yield one finding of all norms that have the fault."""
+        """Yield one finding that names all norms with the fault, or nothing if there are none.
+
+        The fault, and the words that report it, are the arguments of `rule`.
+        """
         sites = [site for site in case.sites if hits(case, site)]
         if sites:
+            # The numbers of a sound network with another past may look the same (`unless`). Without
+            # such a past the fault is certain.
             yield Finding(
                 name,
                 paths=paths_of(sites),
@@ -358,8 +386,8 @@ def with_exception(evidence: str, unless: str) -> str:
 
     Args:
         evidence: What was seen.
-        unless: The past of a sound network that leaves the same numbers, such as `it was trained in
-            eval mode`. It is empty if there is none.
+        unless: What may have happened to a network that has these numbers and no fault, such as `it
+            was trained in eval mode`. It is empty if there is no exception.
     """
     return f"{evidence}. No fault if {unless}" if unless else evidence
 

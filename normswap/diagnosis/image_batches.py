@@ -27,7 +27,7 @@ class ImageBatches:
     """Batches of images of one size.
 
     Args:
-        calls: The batches as calls of the network.
+        calls: The batches. Each holds the arguments with which the network is called.
     """
 
     calls: tuple[Example, ...]
@@ -44,6 +44,8 @@ class ImageBatches:
             SourceError: The images are unusable or too few.
         """
         as_read = cls(tuple(first_images(model, batches, MOST)))
+        # Images are joined, shuffled and split anew. Other inputs cannot be joined, so their
+        # batches are only cut.
         equal = as_read._shuffled(model) if as_read.images is not None else as_read._cut()
         # Every part of the images needs a batch, and a variance needs two images.
         if len(equal.calls) < PARTS or equal.calls[0].count < 2:
@@ -63,18 +65,23 @@ class ImageBatches:
         whole_batches = order[: len(order) // size * size]
         images = self.images[whole_batches.to(self.images.device)]
 
+        # `of` puts a batch of images into the arguments of the network's forward. `like` moves them
+        # to the network's device and dtype.
         call_with = form(model).of
         return ImageBatches(tuple(call_with(batch).like(model) for batch in images.split(size)))
 
     def _cut(self) -> ImageBatches:
-        """Return the batches that have the size of the first, cut in `PARTS` if they are too few.
+        """Return the batches that have the size of the first. Others are left out.
 
-        This is for inputs other than images, because such batches cannot be joined.
+        A diagnosis needs `PARTS` batches. If there are fewer, each is first cut into `PARTS`
+        batches. This is for inputs other than images, whose batches cannot be joined and split
+        anew.
         """
         calls = list(self.calls)
         if len(calls) < PARTS:
             cuts: list[Example | None] = []
             for call in self.calls:
+                # The samples of a batch go to its parts in turn.
                 part_of = torch.arange(call.count) % PARTS
                 cuts += [call.take(part_of == part) for part in range(PARTS)]
             # A call that cannot be cut gives None. Then all calls stay whole, so that sizes agree.
@@ -99,19 +106,25 @@ class ImageBatches:
 
     @cached_property
     def colourless(self) -> bool:
-        """Whether the three channels of all images hold the same picture.
+        """Whether the three channels of all images hold the same picture, as in grey images.
 
-        Each channel may be scaled and shifted.
+        Each channel may be scaled and shifted, as by another mean and standard deviation.
         """
         images = self.images
         if images is None or images.shape[1] != 3:
             return False
 
         channels = images.transpose(0, 1).flatten(1).double()
+        # A channel with one value throughout has no correlation (NaN), and passes.
         correlations = torch.corrcoef(channels).nan_to_num(1.0)
+        # The share of a channel's variance that another channel does not explain is 1 - r^2.
         return bool((1 - correlations.square() < _COLOURLESS).all())
 
     @property
     def parts(self) -> list[tuple[Example, ...]]:
-        """The batches, dealt in turn into `PARTS` parts."""
+        """The batches in four lists (`PARTS`), to which they are dealt in turn.
+
+        The statistics of each list are measured by themselves. Their differences show the sampling
+        error.
+        """
         return [self.calls[start::PARTS] for start in range(PARTS)]

@@ -70,7 +70,13 @@ class _Preparation:
         return text
 
     def apply(self, pixels: Tensor) -> Tensor:
-        """Return the network's input for pixels (N, C, H, W)."""
+        """Return pixels as the network takes them: (pixel - mean) / std per channel.
+
+        If `reverses` is set, the order of the channels is reversed first.
+
+        Args:
+            pixels: The pixels (N, C, H, W), in 0..1.
+        """
         if self.reverses:
             pixels = pixels.flip(1)
         return (pixels - _as_maps(self.mean, pixels)) / _as_maps(self.std, pixels)
@@ -111,7 +117,7 @@ class _PreparationTrial:
 
     @property
     def prepared(self) -> Tensor:
-        """The network's input for the pixels."""
+        """The pixels in this preparation, (N, C, H, W), as the network would take them."""
         return self.preparation.apply(self.pixels)
 
 
@@ -223,7 +229,7 @@ def _of_preparation(case: Case, preparation: _Preparation, *, evidence: str, cos
         evidence: A sentence with the figures that show it.
         cost: The harm that the present preparation does.
     """
-    # The finding names the first norm, whose input the images make.
+    # The norms behind the first depend on more than the images, so only the first is named.
     return Finding(
         "preprocessing",
         paths=tuple(site.path for site in case.sites[:1]),
@@ -317,7 +323,7 @@ def _preparations(
 def _fits_most_norms(case: Case, images: Tensor) -> bool:
     """Whether the stored statistics of at least half of the norms fit images.
 
-    If they do not fit, the preparation of the images is not what is wrong.
+    If fewer fit although the preparation is another one, the fault is not in the preparation.
 
     Args:
         case: The network that is diagnosed.
@@ -437,15 +443,25 @@ def input_of_first_norm(model: nn.Module, images: Tensor) -> tuple[nn.Module, Te
     reached: list[tuple[nn.Module, Tensor]] = []
 
     def note_and_stop(module: nn.Module, args: tuple[object, ...]) -> None:
-        """Note the norm and its input, and end the forward: a hook that runs before the norm."""
+        """Note a norm and its input, and end the forward by an error.
+
+        It is a hook, which torch calls before the norm's own forward.
+
+        Args:
+            module: The norm.
+            args: The positional arguments that it is called with.
+        """
         if args and isinstance(args[0], Tensor):
             reached.append((module, args[0]))
             raise _NormReachedError
 
+    # The forward ends at whichever of these norms it reaches first.
     norms = [site.module for site in sites_of(model) if site.has_moments]
     hooks = hooked(norm.register_forward_pre_hook(note_and_stop) for norm in norms)
     # The user's forward may raise anything, which other checks report. It also raises the error by
     # which the hook ends it.
     with suppress(Exception), undisturbed(model), hooks:
+        # The images are put into the arguments of the network's forward (`of`), and moved to its
+        # device and dtype (`like`). The forward runs on copies, as it may write into its input.
         calling.form(model).of(images).like(model).call_on_copies(model)
     return reached[0] if reached else None

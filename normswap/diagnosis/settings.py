@@ -249,7 +249,7 @@ def _trains_alone(case: Case, site: StoredNorm) -> bool:
 
 
 def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
-    """Whether training updates the statistics of a norm whose gamma and beta are frozen."""
+    """Whether a forward now changes a norm's statistics, while its gamma and beta are frozen."""
     is_training = case.model.training and site.module.training
     if not is_training or site_of(site.module).is_frozen:
         return False
@@ -386,9 +386,10 @@ def _is_bare_batchnorm(module: nn.Module) -> bool:
 
 
 def _source(traced: Traced, call: fx.Node) -> fx.Node | None:
-    """Return the node whose value a call reads, or None if it reads several values.
+    """Return the node of the recorded forward that computes the input of a call.
 
-    Modules that return their input unchanged are passed over.
+    Modules between the two that return their input unchanged are skipped. The result is None if the
+    call, or a module that is skipped, reads several values.
     """
     sources = inputs(call)
     while len(sources) == 1 and is_identity(traced.module(sources[0])):

@@ -151,11 +151,16 @@ def _never_updated_in_part(case: Case) -> Iterator[Finding | str]:
     If the network's outputs show that these statistics are right, a sentence that says so is
     yielded, and no finding.
     """
+    # The number of channels with mean 0 and variance 1, by norm. Norms in which all channels have
+    # them are left to `never_updated`.
     counts = {site: int(site.at_init.sum()) for site in case.sites if not site.starts_at_init}
     hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
     if hit:
         new_channels = sum(counts[site] for site in hit)
         all_channels = sum(_width(site) for site in hit)
+        # The statistics count as right only if the outputs differ between images at least as much
+        # (`least_share`) as with the images' own statistics. With few wrong channels they still
+        # differ, only less.
         yield _new_statistics(
             case,
             hit,

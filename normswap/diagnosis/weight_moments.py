@@ -67,7 +67,14 @@ def predicted_moments(traced: Traced) -> dict[str, Pair]:
 
 
 def _norm_output(norm: Site) -> Pair:
-    """Return mean and variance of a norm's output, after its activation if that can be applied."""
+    """Return mean and variance of a norm's output per channel, each (C,), in float64.
+
+    Before the activation they are beta and gamma^2, whatever the input is. If the norm's module
+    applies an activation, the moments behind it are returned, unless they cannot be computed.
+
+    Args:
+        norm: A norm with running statistics.
+    """
     mean, deviation = norm.output_moments
     pair = (mean, deviation.square())
     act = norm.activation
@@ -114,9 +121,14 @@ def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair])
 
 
 def _keeps_moments(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether a node's output has its input's mean: it passes it on, or is an average pool.
+    """Whether mean and variance of a node's output are taken to be those of its input.
 
-    The variance is taken as the input's, too.
+    That is so for a node that returns its input unchanged, and for an average pool. A pool keeps
+    the mean. It lowers the variance, which is left out here.
+
+    Args:
+        node: A node of the recorded forward.
+        module: The module that the node calls, or None.
     """
     is_copy = node.target in ("contiguous", operator.pos)
     return is_identity(module) or is_copy or keeps_forward(module, _POOLS)
@@ -145,10 +157,11 @@ def _activated(act: Callable[[Tensor], object], pair: Pair) -> Pair | None:
 
 
 def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair | None:
-    """Return mean and variance of W x + b, or None if the layer may compute something else.
+    """Return mean and variance of a layer's output W x + b, each (outputs,).
 
-    That is so for a transposed convolution, for a class with a forward of its own, and if the layer
-    takes another number of channels.
+    The result is None if the layer may compute something else than W x + b. That is so for a
+    transposed convolution, for a class with a forward of its own, and if the layer takes another
+    number of channels.
 
     Args:
         module: The layer.
@@ -165,5 +178,6 @@ def _weighted(module: nn.Linear | nn.modules.conv._ConvNd, pair: Pair) -> Pair |
     filters = weight.reshape(groups, len(weight) // groups, weight.shape[1], -1)
     output_mean = (filters.sum(3) @ mean).flatten()
     output_var = (filters.square().sum(3) @ var).flatten()
+    # The bias in float64. A layer without a bias adds 0.
     bias = doubled(module.bias, torch.zeros((), dtype=torch.float64))
     return output_mean + bias, output_var
