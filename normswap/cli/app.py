@@ -90,7 +90,14 @@ class Command(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Clicks, formatter: Clicks) -> None:
-        """Write --help, without the options that `left_out` names for the words that were typed."""
+        """Write --help, without the options that do not apply to the words that were typed.
+
+        `left_out` names these options, such as the options of other schemes than --to names.
+
+        Args:
+            ctx: The context of the command line, of click's.
+            formatter: The object to which click writes the help.
+        """
         names = set() if self.left_out is None else self.left_out(self._words)
         options: Clicks = [option for option in self.params if option.name in names]
         for option in options:
@@ -130,7 +137,15 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 def _without_values(params: Clicks) -> Clicks:
-    """Remove the placeholder of a value from flags, which take none, and return all parameters."""
+    """Remove the placeholder of a value, such as `<bool>`, from the help of flags.
+
+    Args:
+        params: The list of a command's options and arguments, as click's objects. It is changed in
+            place.
+
+    Returns:
+        The same list, with all options and arguments.
+    """
     for option in params:
         if getattr(option, "is_flag", False):
             option.metavar = ""
@@ -354,6 +369,7 @@ def _notes_on_stderr() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
+        # A note is printed once (`printed`), and warnings of other classes are dropped.
         note = str(message)
         if issubclass(category, LeftBehindNote) and note not in printed:
             printed.add(note)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from normswap.models import zoo
 
     class Asked(zoo.Asked, total=False):
-        """The keywords of `checkpoint.open_model`."""
+        """The keywords of `checkpoint.open_model`, which opens a MODEL. All may be left out."""
 
         input_size: Sequence[int] | None
         inputs: Mapping[str, Sequence[object]] | None
@@ -229,7 +229,10 @@ class ImageOpening(Opening):
     ] = None
 
     def words(self, name: str) -> list[str]:
-        """Return the words of a command line that open MODEL `name` as these options do."""
+        """Return the words of a command line that open MODEL `name` as these options do.
+
+        They are the name, then the options that were given, with those on the images.
+        """
         words = Opening.words(self, name)
         for key in ("image_mean", "image_std", "crop_pct", "interpolation"):
             value = getattr(self, key)
@@ -238,10 +241,13 @@ class ImageOpening(Opening):
         return words
 
     def stated(self) -> Preprocessing:
-        """Return the preprocessing that the options state.
+        """Return how images are prepared, as far as the command line's options say it.
+
+        The result has mean, standard deviation, crop and interpolation. An option that is not given
+        is None in it.
 
         Raises:
-            OptionError: No image can be prepared so.
+            OptionError: No image can be prepared with these values.
         """
         mean = _numbers("--image-mean", self.image_mean)
         std = _numbers("--image-std", self.image_std)
@@ -250,7 +256,14 @@ class ImageOpening(Opening):
         return values
 
     def state(self, model: nn.Module) -> nn.Module:
-        """Write the stated preprocessing into the network's record, and return the network."""
+        """Note on a network how its images are prepared, as far as the options say it.
+
+        Args:
+            model: The network, whose record of its images is changed.
+
+        Returns:
+            The same network.
+        """
         from normswap.models.preprocessing import state
 
         return state(model, self.stated())
@@ -400,7 +413,13 @@ def open_model(
 
 
 def trust_flag(is_trusted: bool) -> list[str]:
-    """Return the words of a command line that trust a directory's factory, or no words."""
+    """Return the option --trust-factory as a list of words, or an empty list.
+
+    With the option, a command imports the user's own function that builds a directory's network.
+
+    Args:
+        is_trusted: Whether the option is wanted.
+    """
     return ["--trust-factory"] if is_trusted else []
 
 

@@ -458,7 +458,14 @@ def operators(nodes: Mapping[str, int] | None) -> str:
 
 
 def print_file(body: Body) -> None:
-    """Print an exported file in a few lines, with what its sidecar says of inputs and outputs."""
+    """Print an exported file in a few lines, with what its sidecar says of inputs and outputs.
+
+    The sidecar is FILE.preprocess.json, which `normswap export` writes beside the file.
+
+    Args:
+        body: The record that --json prints.
+    """
+    # The figures of the check at export are printed as text.
     sidecar = dict(body["sidecar"])
     figures = sidecar.get("checked")
     if isinstance(figures, dict):

@@ -65,13 +65,14 @@ class Subject:
 
     @property
     def module(self) -> nn.Module:
-        """The network as training begins."""
+        """The torch module of the network, as training begins: after the recipe's conversion."""
         return self.network.module
 
     def blank(self) -> nn.Module:
-        """Return a copy of the network, whose provenance names its architecture.
+        """Return a copy of the network with a record that names its architecture.
 
-        Each save of the run would else have to find out which architecture it is.
+        The run saves copies of this copy. Without the name, each save would have to compare the
+        network with the known architectures.
         """
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
         return provenance.attach(copying.duplicate(self.module, memo={}), record)
@@ -448,7 +449,10 @@ class Task:
             self.ema.set(self.raw)
 
     def parts(self) -> State:
-        """Return the tensors from which the run can be continued. They are no copies."""
+        """Return the tensors from which a run can be continued: weights, optimizer and more.
+
+        They are the training's own tensors, not copies, so the next update changes them.
+        """
         scaler = self.engine.scaler
         return {
             "model": self.raw.state_dict(),

@@ -217,6 +217,7 @@ class TrainingRun:
     ) -> None:
         self.task = task
         self.folder = folder
+        # The network before the first update. Networks are saved as copies of it (`network`).
         self.blank = blank
         self.progress = progress
         self.say = say
@@ -228,6 +229,7 @@ class TrainingRun:
         device = task.engine.device
         # The sum of this process's losses since they were last read.
         self.sum = torch.zeros((), device=device, dtype=precise(device))
+        # The learning rate of the latest update.
         self.lr = 0.0
         # Reading the losses waits for the device, so a GPU's are read at every tenth update only.
         self.every = 1 if device.type == "cpu" else 10
@@ -389,6 +391,8 @@ class TrainingRun:
     def _agree(self, asked: bool) -> tuple[bool, bool]:
         """Agree in all processes on whether the run goes on.
 
+        The losses since the last call are read, and added to the sum of the epoch.
+
         Args:
             asked: Whether this process was asked to stop.
 
@@ -399,13 +403,18 @@ class TrainingRun:
         # A request is a 1 beside the losses, so that one sum over the processes serves for both.
         sums = torch.stack([self.sum, torch.full_like(self.sum, float(asked))])
         loss, requests = self.engine.reduce(sums, "sum").tolist()
+        # Each process has the mean loss of its own images, so the sum is divided by their number.
         self.at.loss += loss / self.engine.num_processes
         self.sum.zero_()
         return math.isfinite(loss), requests > 0
 
     @property
     def _updates_in_epoch(self) -> int:
-        """The number of updates in this epoch so far, after at least one update of the run."""
+        """How many updates of the present epoch are done: from 1 to the number in an epoch.
+
+        After the last update of an epoch, that epoch is still the present one. The run must have
+        done at least one update.
+        """
         return (self.at.update - 1) % self.task.per_epoch + 1
 
     def _end_epoch(self, *, began: bool = True) -> None:

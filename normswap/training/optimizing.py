@@ -248,7 +248,7 @@ def find_head(model: nn.Module, network: Network | None = None) -> nn.Module:
         return layer
 
     # Otherwise a forward is recorded, whose last linear layer counts. A forward that cannot be
-    # recorded names none.
+    # recorded names none. `_HEADS` keeps the layer's path for later calls.
     if model not in _HEADS:
         path: str | None = None
         with suppress(TraceError):
@@ -406,6 +406,7 @@ class Objective:
         if self.mixup is None:
             return self.loss(model, images, target, smoothing=self.smoothing)
 
+        # Mixup turns labels into shares of classes, which it smooths itself.
         with drawn_by(*seed):
             images, target = self.mixup(images, target)
         return self.loss(model, images, target)

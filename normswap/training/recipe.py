@@ -30,7 +30,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Part(BaseModel):
-    """A group of keys. Unknown keys are refused, and no value can be changed after validation."""
+    """A group of a recipe's keys, such as `optim`, with their types and ranges.
+
+    Unknown keys are refused, and no value can be changed after validation.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -145,7 +145,9 @@ class Folder:
             )
 
     def begin(self, recipe: Recipe) -> None:
-        """Make the folder, and write the recipe into it.
+        """Make the folder of a new run, and write the recipe into it.
+
+        What a killed process has left unfinished in the folder is removed.
 
         Raises:
             OutputError: The folder cannot be made, or holds something else.
@@ -186,26 +188,34 @@ class Folder:
         return self._out_of_order(names) or self._foreign_state() or self._later_row()
 
     def _out_of_order(self, names: set[str]) -> str | None:
-        """Return words about an entry that stands without an earlier one, or None if there is none.
+        """Return a few words about an entry that stands without an earlier one.
 
-        A run makes state/ first, then recipe.yaml, then all others.
+        The result is None if there is no such entry.
+
+        A run makes state/ first, then recipe.yaml, then all other entries. A folder in which an
+        earlier entry is missing was not left so by a killed run.
 
         Args:
             names: The names of the folder's entries.
         """
+        # The entries that a run makes after the first two.
         later = sorted(name for name in names if name in _NAMES and name not in (_STATE, _RECIPE))
         if later and _RECIPE not in names:
             return f"{later[0]} and no {_RECIPE}"
+        # A recipe that a user wrote must not be overwritten.
         if _RECIPE in names and _STATE not in names and not self._is_written_by_a_run():
             return f"{_RECIPE}, which no run has written"
-        # Somebody may have removed state/, and kept the networks.
+        # Somebody may have removed state/, and kept what was trained: networks and metrics.csv.
         networks = [name for name in later if name in _WITH_STATE]
         if networks and _STATE not in names:
             return f"{networks[0]} and no {_STATE}"
         return None
 
     def _is_written_by_a_run(self) -> bool:
-        """Return whether recipe.yaml is a recipe exactly as a run writes it."""
+        """Return whether recipe.yaml has exactly the text that a run writes for its recipe.
+
+        A recipe that a user has written has other comments, other spaces or fewer keys.
+        """
         try:
             recipe = recipe_files.load_recipe(self.recipe)
         except RecipeError:
@@ -241,7 +251,11 @@ class Folder:
         return None
 
     def put_back(self) -> None:
-        """Put back what a killed process had moved aside, and remove what it left unfinished."""
+        """Mend the folder after a process was killed while it replaced a file or a network.
+
+        A process moves the old one aside before it puts the new one in its place. If the new one is
+        missing, the old one is put back. Files and networks that were not finished are removed.
+        """
         for network in (self.best, self.last):
             network_folder.put_back(network, removes=True)
         for file in (self.recipe, self.metrics, self.state):

@@ -83,7 +83,8 @@ class RunEnd:
     def is_at_chance(self) -> bool:
         """Whether top-1 is less than three standard deviations above guessing.
 
-        De & Smith leave out networks that stay at the accuracy of random weights (Table 1).
+        It is False if the number of classes or of validation images is not known. De & Smith, too,
+        leave out networks that stay at the accuracy of random weights (Table 1).
         """
         if not self.classes or not self.images:
             return False
@@ -122,7 +123,10 @@ class Line:
 
     @property
     def text(self) -> str:
-        """Mean and standard deviation, as `91.20 ± 0.31`. Empty if no run has succeeded."""
+        """Mean and standard deviation of top-1 in percent, as a text such as `91.20 ± 0.31`.
+
+        With one run it is the mean alone. It is empty if no run has succeeded.
+        """
         if self.mean is None:
             return ""
         if self.std is None:

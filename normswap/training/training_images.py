@@ -98,12 +98,17 @@ class Order(Sampler[list[Position]]):
         last: int,
         repeats: int = 1,
     ) -> None:
+        # The number of images, and the number of images in a batch of all processes.
         self.count = count
         self.batch = batch
+        # Which part of each batch this process takes.
         self.share = share
+        # The order of the images depends on this seed and on the epoch.
         self.seed = seed
+        # The batches of the updates first, first + 1, ..., last - 1 are given.
         self.first = first
         self.last = last
+        # Each image of an epoch comes so many times, with another augmentation each time.
         self.repeats = repeats
 
     def __len__(self) -> int:
@@ -120,8 +125,10 @@ class Order(Sampler[list[Position]]):
             if epoch != ordered_epoch:
                 order = self._of_epoch(epoch)
                 ordered_epoch = epoch
+            # The images of one update: those of all processes and micro-batches.
             images = order[update_in_epoch * self.batch : (update_in_epoch + 1) * self.batch]
             for micro_batch in range(self.share.accumulate):
+                # The processes take the slices of the batch in turn.
                 number = micro_batch * self.share.world + self.share.rank
                 yield _slice(images, number, micro_batch_size)
 
@@ -406,7 +413,11 @@ def places(data: DataPart) -> tuple[str, str | None]:
 
 
 def require_validation(data: DataPart) -> None:
-    """Raise SourceError where there are no validation images."""
+    """Raise SourceError if a recipe has no validation images.
+
+    Args:
+        data: The recipe's part on images.
+    """
     _, validated = places(data)
     if validated is None:
         raise SourceError("there are no validation images", "runs are compared by top-1", _GIVE)

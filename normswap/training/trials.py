@@ -107,9 +107,9 @@ class TargetTrial:
 
 
 def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
-    """Return the overrides of the recipe for a target, such as `optim.lr=0.001`.
+    """Return the changes to the recipe `RECIPE` with which a target is trained.
 
-    `normswap finetune` takes the same words.
+    Each is a word such as `optim.lr=0.001`, which `normswap finetune` takes, too.
 
     Args:
         advice: The target, with its options.
@@ -117,6 +117,7 @@ def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
         batch_size: The number of images in a batch.
     """
     # A reference with BatchNorm is not converted. A scheme that is not exact is fitted to images.
+    # The labels and the teacher each have half of the loss (`distill.weight`).
     words = ["convert=null"]
     if advice.scheme != "batchnorm":
         words = [
@@ -151,7 +152,12 @@ def is_at_edge(lr: float) -> bool:
 
 
 def _norms_to_eval(model: nn.Module, args: tuple[object, ...]) -> None:
-    """Put every BatchNorm in eval mode: a hook that runs before each forward."""
+    """Put every BatchNorm in eval mode. It is a hook, which torch calls before each forward.
+
+    Args:
+        model: The network.
+        args: The arguments of its forward, which torch passes to each hook. They are not read.
+    """
     # A class may have a method `modules` of its own, so torch's is called.
     for module in nn.Module.modules(model):
         if site_of(module).is_batchnorm:
@@ -257,8 +263,8 @@ class Trials:
         # `_FEWEST_UPDATES` at least.
         usual = recipe_files.load_recipe(RECIPE).optim.lr
         updates = _FEWEST_UPDATES - 1
-        # These trials measure how long an update takes. The first update of a process is slow, so
-        # only the second trial counts.
+        # Each trial measures how long an update (`updating`) and an evaluation take (`evaluating`).
+        # The first update of a process is slow, so of these two trials only the second counts.
         for few in (1, 2):
             self._trial(possible[0], usual, few)
         self.trials.clear()
@@ -271,7 +277,8 @@ class Trials:
         rounds = max(2, math.ceil(math.log2(len(possible))))
         standings: list[TargetTrial] = []
         for number in range(rounds):
-            # The rounds to come share the time that is left. The trials of a round share its time.
+            # The rounds to come share the time that is left, of which a part is kept in reserve
+            # (`_PLANNED`). The trials of a round share its time. Each also measures its network.
             seconds = (_PLANNED * 60 * self.minutes - self.seconds()) / (rounds - number)
             former_updates = updates
             updates = int((seconds / len(entries) - self.evaluating) / self.updating)
@@ -306,7 +313,8 @@ class Trials:
             trials: The number of trials in a round.
             rounds: The number of rounds.
         """
-        # Each round needs the fewest updates at least. Minutes are rounded up to a tenth.
+        # Each round needs the fewest updates at least. Only the share `_PLANNED` of the minutes is
+        # planned for. The minutes are rounded up to a tenth: seconds / 6 are tenths of a minute.
         a_trial = _FEWEST_UPDATES * self.updating + self.evaluating
         needed_seconds = rounds * trials * a_trial + self.seconds()
         minutes = math.ceil(needed_seconds / _PLANNED / 6) / 10
@@ -336,8 +344,9 @@ class Trials:
         if advice.target not in self.networks:
             network = self.source
             options = dict[str, Any](advice.options)
-            # BatchNorm as a target is the source as it is.
+            # With BatchNorm as a target, the source is trained without a conversion.
             if advice.scheme != "batchnorm":
+                # An exact conversion has no values to fit to images.
                 images = None if advice.exact else self.to_fit
                 network = conversion.convert(
                     network, advice.scheme, calibrate=images, **options
@@ -404,7 +413,11 @@ class Trials:
         return task.raw
 
     def _classified(self, model: nn.Module) -> tuple[Evaluation, Tensor]:
-        """Return a network's accuracy on the held-out images, and its class for each, (N,)."""
+        """Return a network's accuracy and loss, and its answers (N,), on the held-out images.
+
+        The answer to an image is the class with the highest score. How long it takes is noted in
+        `evaluating`.
+        """
         start = time.monotonic()
         result = classify(
             devices.place(copying.duplicate(model, memo={}), self.device), self.held_out

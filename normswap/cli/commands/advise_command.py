@@ -253,7 +253,13 @@ def _print(body: Body) -> None:
 
 
 def _print_trials(measured: Body) -> None:
-    """Print the accuracy and the loss that the short training to each scheme ended at."""
+    """Print what each target's last short training ended at: top-1, loss, updates and rate.
+
+    The top-1 before training stands beside it.
+
+    Args:
+        measured: The record of the trials, with a row for each target (`ended`).
+    """
     rows = []
     for trial in measured["ended"]:
         beside_best = "level" if trial["level"] else ""

@@ -173,7 +173,7 @@ def _log_probabilities(logits: Tensor) -> Tensor:
 
 
 def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
-    """Return the size of one input without the batch.
+    """Return the size of one input, such as (3, 224, 224).
 
     Args:
         name: The MODEL, for the error.
@@ -184,7 +184,8 @@ def _input_size(name: str, network: nn.Module) -> tuple[int, ...]:
     """
     from normswap.models import network_input
 
-    # There is such a call only if the network's record states inputs that are no images.
+    # Random inputs are drawn only if the network's record states inputs that are no images. They
+    # are the arguments of one call of the network.
     drawn = network_input.drawn_calls(network)
     if drawn is None:
         return network_input.size(network)
@@ -256,6 +257,8 @@ def _network_contender(form: str, network: nn.Module, device: torch.device) -> C
     model = network.eval().to(device)
     call = calling.form(network)
 
+    # The images are put into the arguments of the network's forward. Of its outputs, the answer is
+    # compared.
     def run(images: Tensor) -> Tensor:
         return answer(call.of(images).call(model))
 

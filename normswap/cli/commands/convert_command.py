@@ -98,7 +98,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Fitting:
-    """The options of the images that values are fitted to."""
+    """Options on the images to which a conversion fits values that it cannot compute exactly."""
 
     GROUP: ClassVar[str] = "Images to fit values to"
     calibrate: Annotated[str | None, Option(metavar="DATA|synthetic", help=_CALIBRATE)] = None
@@ -109,7 +109,7 @@ class Fitting:
     device: Device = "cpu"
 
     def check(self) -> None:
-        """Raise OptionError for --samples where no images are drawn."""
+        """Raise OptionError if --samples is given without --calibrate, which names the images."""
         if self.samples and self.calibrate is None:
             raise OptionError("--samples without --calibrate", "no images are read")
 
@@ -357,6 +357,7 @@ def _carry_out(
         try:
             notes = edited_plans.notes(network, step)
             outcomes = edited_plans.outcomes(network, step)
+            # The record of a network that a step has made has no images, so it is given them again.
             done = carry_out(network.fitted_to(source.images, source.progress), step)
             conversions.append(replace(done, notes=(*notes, *done.notes), outcomes=outcomes))
         except PlanError as error:

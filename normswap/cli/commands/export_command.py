@@ -76,7 +76,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Checked(Images):
-    """The options of the images that the file is checked on."""
+    """The options on the images on which the exported file is compared with its source."""
 
     batch_size: int = field(default=64, init=False)
     workers: Annotated[int, Option(min=0, metavar="N", help="Processes that load images.")] = 0
@@ -90,7 +90,7 @@ class Checked(Images):
 
 @dataclass(frozen=True)
 class Int8:
-    """The options of int8."""
+    """The options of an export to int8: calibration images, and the bits of a weight."""
 
     GROUP: ClassVar[str] = "int8"
     calibrate: Annotated[

@@ -91,6 +91,8 @@ def _looks(block: Body) -> tuple[object, ...]:
     # A module with several residual sums has the blocks `layer1.0`, `layer1.0+2`, ... The paths of
     # the layers inside are shown without that of the module.
     home = block["path"].partition("+")[0]
+    # `last` is the path of the residual branch's last norm. `gate` is the path of the module that
+    # multiplies the branch, and `drop_path` of the module that drops it at random in training.
     inside = []
     for name in ("last", "gate", "drop_path"):
         inside.append((block[name] or "").removeprefix(f"{home}."))

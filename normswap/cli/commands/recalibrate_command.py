@@ -43,7 +43,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Domain(Images):
-    """The options of the images of the new domain. Labels are not read."""
+    """The options on the images on which the statistics are measured. Labels are not read."""
 
     data: Annotated[
         str, Option(metavar="PATH", help="Images of the new domain, as --data elsewhere.")
@@ -57,7 +57,8 @@ class Domain(Images):
 class Before:
     """The options that name the network as it was before it was pruned, rounded or averaged.
 
-    They are for a network without BatchNorm.
+    They are for a network without BatchNorm, which has no statistics to measure. Its layers get the
+    means and variances that they have in the network before.
     """
 
     GROUP: ClassVar[str] = "Where MODEL has no BatchNorm, and was pruned, rounded or averaged"

@@ -42,7 +42,9 @@ class ImagesOrNoise(Images):
     samples: Annotated[int, Option(min=1, metavar="N", help="Take this many images.")] = 16
 
     def calls(self, model: nn.Module, seed: int) -> tuple[list[Example], str]:
-        """Return the inputs that the network is run on, as calls, and a description of them.
+        """Return batches of inputs to run the network on, and a description of them in words.
+
+        Each batch holds the arguments with which the network is called.
 
         Args:
             model: The network.
@@ -55,6 +57,7 @@ class ImagesOrNoise(Images):
             calls = [form.read(batch)[0] for batch in self.loader(model)]
             return calls, f"{sum(call.count for call in calls)} images of {self.data}"
 
+        # Noise in the form of images would not fit a network whose record states other inputs.
         drawn = network_input.drawn_calls(model, self.samples, seed)
         if drawn is not None:
             return drawn, f"{self.samples} samples of random inputs, seed {seed}"

@@ -233,6 +233,8 @@ def _compare_compiled(
     if loader is None:
         example = network.calls[0]
     else:
+        # `read` puts the first batch into the arguments of the network's forward, and `like` moves
+        # them to its device and dtype.
         example = network.form.read(next(iter(loader)))[0].like(result)
     with working("compiling"):
         deviations = compiling.compare_compiled(network, example)
@@ -387,9 +389,13 @@ def _unproved(body: Body) -> str:
 
 
 def _departed(body: Body) -> str:
-    """Return the output or gradient that is wrong under torch.compile, or an empty text.
+    """Return the name of an output or gradient that is wrong under torch.compile.
 
-    It is off by more than is allowed, and by more than rounding may explain.
+    It is wrong if it differs from eager mode by more than is allowed, and by more than rounding may
+    explain. The text is empty if none is wrong, or if nothing was compiled.
+
+    Args:
+        body: The record of the command.
     """
     for deviation in body.get("compiled") or ():
         # `not a <= b` counts NaN as too large.
