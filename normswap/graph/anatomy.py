@@ -37,40 +37,44 @@ class Norm:
 
     @property
     def path(self) -> str:
-        """The dotted path of the module."""
+        """The dotted path of the norm in the network, such as `layer1.0.bn1`."""
         return self.site.path
 
     @property
     def kind(self) -> str:
-        """The name of the module's class."""
+        """The name of the norm's class, such as `BatchNorm2d`."""
         return self.site.kind
 
     @property
     def channels(self) -> int:
-        """The number of channels that the norm normalizes."""
+        """The number of the norm's channels, or 0 if the norm does not state it."""
         return self.site.channels
 
     @property
     def statistics(self) -> Statistics | None:
-        """Where the norm's mean and variance come from in eval mode."""
+        """A member of the enum `Statistics`: where mean and variance come from in eval mode.
+
+        They may be kept from training, or be computed from each batch, sample or position.
+        """
         return self.site.statistics
 
     @property
     def called(self) -> int:
-        """How often forward calls the norm."""
+        """How often one forward of the network calls the norm, or 0 if it never does."""
         return self.site.called
 
     @property
     def averages(self) -> bool:
-        """Whether a BatchNorm with statistics measured on images can replace this norm.
+        """Whether a BatchNorm can take the place of this norm.
 
-        A norm that forward never calls, or calls several times, cannot be replaced.
+        This norm must normalize by statistics of each sample, and the BatchNorm gets their average
+        over images. A norm that forward never calls, or calls several times, cannot be replaced.
         """
         return self.site.called == 1 and self.site.averages
 
     @property
     def is_batchnorm(self) -> bool:
-        """Whether it normalizes with population statistics in eval mode."""
+        """Whether the norm uses a running mean and variance, kept from training, in eval mode."""
         return self.site.is_batchnorm
 
 
@@ -147,29 +151,38 @@ class Anatomy:
 
     @property
     def refusals(self) -> tuple[tuple[str, str], ...]:
-        """The modules that cannot be converted: the path of each, with the reason.
+        """Pairs of a path and a reason, one for each module that cannot be converted.
 
-        They could not be looked into, or their forward calls a norm's function itself.
+        The module is scripted, so its operations cannot be seen, or its forward calls a function
+        such as F.layer_norm itself, without a module that could be replaced.
         """
         return (*self.traced.opaque.items(), *self.functional_norms.items())
 
     def site(self, path: str) -> Site:
-        """Return the site of the module at a path: what it is, and how forward reaches it."""
+        """Return the site of a module, a record of what it is and how forward reaches it.
+
+        Args:
+            path: A dotted path of the module.
+        """
         return self.traced.site(path)
 
     def takes_part(self, path: str) -> bool:
-        """Whether the module or block at `path` may be converted.
+        """Whether the user lets a conversion change the module or block at a path.
 
-        The path of a block may end in its number, `layer1.0+2`, which no module's path has.
+        The options `only` and `skip` leave modules out (`restrict`).
+
+        Args:
+            path: The path of a module, or of a residual block. The second block of one module ends
+                in `+2`, as `layer1.0+2`.
         """
         return path.partition("+")[0] not in self.outside
 
     @property
     def refused_norms(self) -> str:
-        """A sentence on the norms that cannot be converted, among those that may be (`takes_part`).
+        """A sentence on the norms that cannot be converted.
 
         It has the path of the first, the reason, and how many more there are. It is empty if there
-        are none.
+        are none. Norms that the options `only` and `skip` leave out are not counted.
         """
         reasons = {norm.path: norm.site.refusal for norm in self.norms}
         reasons |= self.functional_norms
@@ -189,7 +202,7 @@ class Anatomy:
 
     @property
     def included_blocks(self) -> tuple[Block, ...]:
-        """The blocks that may be converted."""
+        """The residual blocks, without those that the options `only` and `skip` leave out."""
         return tuple(block for block in self.blocks if self.takes_part(block.path))
 
     def current_path(self, original: str) -> str:
@@ -221,10 +234,16 @@ class Anatomy:
         return ".".join(parts)
 
     def kept_moments(self, path: str) -> tuple[Tensor, Tensor] | None:
-        """Return mean and deviation per channel of the output of the norm that once was at `path`.
+        """Return the output mean and deviation, per channel, of a norm that a conversion replaced.
 
-        Conversions keep the tensors of the source's norms in the network's provenance. The result
-        is None if it has none for this path.
+        Conversions keep the tensors of the norms that they take away in the network's provenance.
+
+        Args:
+            path: The path at which the norm stood, or the layer in its place stands.
+
+        Returns:
+            The mean and the standard deviation of the norm's output, each (C,). None if the
+            provenance has no norm for the path.
         """
         original = self.original_path(path)
         names = ("running_mean", "weight", "bias", "output_mean", "output_std")
@@ -233,14 +252,15 @@ class Anatomy:
 
         if mean is None:
             return None
-        # They may be stored as such. Otherwise they follow from the norm's own tensors.
+        # Mean and deviation of the output may be stored. Otherwise the norm's gamma and beta give
+        # them.
         if output_mean is not None and output_std is not None:
             return output_mean.double(), output_std.double()
         return output_moments(mean, gamma, beta)
 
 
 def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Anatomy:
-    """Return the anatomy with the modules that a conversion must leave as they are (`outside`).
+    """Return a copy of an anatomy in which `outside` has the modules that must not be changed.
 
     Args:
         anatomy: The anatomy of the whole network.
@@ -273,7 +293,13 @@ def restrict(anatomy: Anatomy, only: Sequence[str] = (), skip: Sequence[str] = (
 
 
 def _check_patterns(option: str, patterns: Sequence[str], paths: Sequence[str]) -> None:
-    """Raise OptionError where a pattern of `option` names none of `paths`."""
+    """Raise OptionError if a pattern names no path.
+
+    Args:
+        option: The option that the patterns were given for, `only` or `skip`.
+        patterns: The patterns.
+        paths: The paths of the network's norms, blocks and linear layers.
+    """
     for pattern in patterns:
         if any(matches(pattern, path) for path in paths):
             continue
@@ -290,12 +316,20 @@ def _check_patterns(option: str, patterns: Sequence[str], paths: Sequence[str]) 
 
 
 def _parents(path: str) -> list[str]:
-    """Return the paths of all modules above `path`, the outermost first."""
+    """Return the paths of the modules that hold the module at a path, the outermost first.
+
+    For `layer3.0.bn1` they are `layer3` and `layer3.0`.
+    """
     return [path[:end] for end, letter in enumerate(path) if letter == "."]
 
 
 def _named_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) -> set[int]:
-    """Return the ids of the modules that any of the patterns names."""
+    """Return the ids, as `id(module)`, of the modules that one of the patterns names.
+
+    Args:
+        modules: The modules of the network, by every path of each.
+        patterns: Dotted paths with wildcards (`matches`).
+    """
     named: set[int] = set()
     for path, module in modules.items():
         if any(matches(pattern, path) for pattern in patterns):
@@ -304,7 +338,7 @@ def _named_modules(modules: Mapping[str, nn.Module], patterns: Sequence[str]) ->
 
 
 def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Return a few patterns that name all of `paths` and, if possible, none of `others`.
+    """Return a few patterns that name all modules at `paths` and, if possible, none at `others`.
 
     A pattern such as `layer3` names all modules inside of `layer3`. Where every wider pattern would
     name one of `others`, the path itself is the pattern.
@@ -314,7 +348,7 @@ def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
         others: The paths that should not be named.
     """
     paths = list(paths)
-    # A path names the modules inside of it in any case, so these do not count as others.
+    # A pattern for `layer3` names `layer3.0` in any case, so others inside of `paths` are dropped.
     others = [other for other in others if not any(matches(path, other) for path in paths)]
     chosen: list[str] = []
     for path in paths:
@@ -362,5 +396,10 @@ def patterns(options: Body) -> dict[str, list[str]]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether the pattern names `path`, or a module above it."""
+    """Whether a pattern names the module at a path, or a module that holds it.
+
+    Args:
+        pattern: A dotted path, which may have the wildcards `*`, `?` and `[...]`.
+        path: The path of the module.
+    """
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")

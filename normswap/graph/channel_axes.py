@@ -72,8 +72,8 @@ class Axis:
 
     Args:
         size: The number of channels.
-        dim: The dimension that holds the channels alone. None if the channels share a dimension
-            with other positions.
+        dim: The dimension along which the channels lie. None if no dimension has the channels and
+            nothing else, as after flattening (N, C, H, W) to (N, C H W).
         last: Whether `dim` is the last dimension.
         pure: Whether every element belongs to a channel. False where a padding added zeros.
     """
@@ -89,10 +89,14 @@ Axes: TypeAlias = dict[fx.Node, Axis]
 
 
 def is_step(traced: Traced, node: fx.Node) -> bool:
-    """Whether `node` is a step that moves or averages elements, in all channels alike.
+    """Whether a node moves or averages elements, such as a permutation or a pooling.
 
-    Only the kind of the operation is looked at. A reshape may mix channels, so the answer is right
-    only if the node's channel axis is known.
+    Such an operation treats all channels alike. Only its kind is looked at: a reshape is one, but
+    may merge channels with other positions. `find_axes` tells whether the channels are still apart.
+
+    Args:
+        traced: The recorded network.
+        node: A node of its graph.
     """
     module = traced.module(node)
     if module is None:
@@ -101,14 +105,18 @@ def is_step(traced: Traced, node: fx.Node) -> bool:
 
 
 def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the nodes of the value and the parameter if `node` is their product, else None.
+    """Return the factors of a product of a value and a parameter, such as LayerScale's gamma x.
 
-    The parameter may be rearranged by steps, such as a reshape, before the product.
+    The parameter may be reshaped or permuted before the product.
+
+    Returns:
+        The node of the value and the node of the parameter. None if `node` is no such product.
     """
     if not is_mul(node):
         return None
 
     first, second = inputs(node)
+    # Either factor may be the parameter. The loop goes up from it, past reshapes and the like.
     for value, factor in ((first, second), (second, first)):
         while is_step(traced, factor) and len(inputs(factor)) == 1:
             (factor,) = inputs(factor)
@@ -119,15 +127,18 @@ def scaled(traced: Traced, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 @torch.no_grad()
 def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
-    """Return the channel axis of each node's value, as far as the records of all sizes agree on it.
+    """Return the channel axis of each node's value, if it is known.
 
-    A record of another path through the network has nodes of its own. Their axes are returned, too.
+    If the network was recorded on inputs of several sizes, an axis is known only if it is the same
+    at all of them. If forward was also recorded on another path through its code, that record has
+    nodes of its own, and their axes are returned, too.
 
     Args:
         traced: The recorded network.
         is_identity: Returns whether a node passes its input on unchanged.
     """
     axes = _LayoutReader(traced, traced, traced.nodes, is_identity).axes()
+    # `others` have the same nodes at other sizes. `alternatives` have nodes of their own.
     for record in traced.others:
         resized = _LayoutReader(traced, record, traced.nodes, is_identity).axes()
         axes = {node: axis for node, axis in axes.items() if axis == resized.get(node)}
@@ -139,7 +150,7 @@ def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the channels of a tensor lie in it: which element belongs to which channel.
+    """Which element of a tensor belongs to which channel.
 
     Element i of the flattened tensor belongs to channel (i // stride) % size.
 
@@ -154,9 +165,12 @@ class _Layout:
     pure: bool = True
 
     def numbers(self, shape: torch.Size) -> Tensor:
-        """Return the channel number of every element of a tensor of this shape, in float64.
+        """Return a tensor in float64 in which each element is the number of its channel.
 
         Channel numbers begin at 1 because 0 marks an element that belongs to no channel.
+
+        Args:
+            shape: The shape of the tensor.
         """
         # One run through all channels: 1, 1, ..., 2, 2, ... Then it begins again.
         period = torch.arange(1.0, self.size + 1, dtype=torch.float64)
@@ -169,13 +183,16 @@ _Layouts: TypeAlias = _Layout | tuple[_Layout | None, ...]
 
 
 class _LayoutReader:
-    """Finds the channel layouts of the values of all nodes of one record.
+    """Finds where the channels lie in the value of every node of a recorded network.
+
+    `axes` returns the result. A layout says which element of a tensor belongs to which channel.
 
     Args:
         traced: The whole recorded network.
-        record: The record to read: `traced` itself, or a record of it on another size or path.
-        nodes: For each node of `record`, in order, the node under which `axes` returns its axis. In
-            a record of another size, it is the same node of `traced`.
+        record: The record to read: `traced` itself, or a record of the same network on an input of
+            another size, or on another path through its code.
+        nodes: For each node of `record`, in order, the node under which `axes` returns its axis. If
+            `record` has another size, it is the same node of `traced`.
         is_identity: Returns whether a node passes its input on unchanged.
     """
 
@@ -220,8 +237,8 @@ class _LayoutReader:
         if not any(source in self.layouts for source in sources):
             return None
 
-        # Identities, products with a number and affine maps keep the layout. Sums, and steps that
-        # move elements, may change it.
+        # Identities, products with a number and layers that are y = act(s x + t) keep the layout.
+        # Sums, and steps that move elements, may change it.
         site = self.traced.site_at(node)
         is_map = site is not None and site.is_affine
         if self.is_identity(self.node_of[node]) or is_constant_mul(node) or is_map:
@@ -243,7 +260,8 @@ class _LayoutReader:
             node: The node of the value.
             shape: The shape of the value.
         """
-        # An integer tensor, such as an index, has no channels.
+        # A `get_attr` node reads a parameter, buffer or constant. An integer tensor, such as an
+        # index, has no channels.
         if node.op == "get_attr":
             if not shape or not self.record.fetch(str(node.target)).is_floating_point():
                 return None
@@ -294,11 +312,12 @@ class _LayoutReader:
         return layouts[0] if both_agree else None
 
     def _set_parameter_layout(self, node: fx.Node, layout: Any) -> None:
-        """Set the channel layout of a parameter, by the value that is added to it or multiplied.
+        """Set the channel layout of a parameter that is added to a value or multiplies it.
 
         Args:
             node: The node of the parameter. Any other node is left as it is.
-            layout: The layout of that value, or None if it is not known.
+            layout: The channel layout of the value. With None, or a layout that the parameter's
+                number of elements does not fit, nothing is set.
         """
         # A parameter is read by a `get_attr` node.
         if node.op != "get_attr" or not layout:
@@ -312,22 +331,33 @@ class _LayoutReader:
             self.layouts[node] = layout
 
     def _layouts_after(self, node: fx.Node, carriers: set[fx.Node]) -> _Layouts | None:
-        """Return the channel layout of a step's result, found by running it on channel numbers.
+        """Return where the channels lie in the result of an operation.
+
+        The operation is run on channel numbers: each element of an input is the number of its
+        channel. The result then shows which of its elements belongs to which channel.
 
         Args:
-            node: The step.
-            carriers: The inputs that get their channel numbers. All other inputs get the neutral
-                element: 0, or 1 where the step multiplies.
+            node: The node of the operation.
+            carriers: The inputs that get channel numbers. All other inputs get a number that
+                changes nothing: 0, or 1 if the operation is a product.
 
         Returns:
-            The layout, or None if the step does not run on channel numbers, or if its result has no
-            layout. If the step returns several tensors, the result is a tuple with the layout of
-            each, or None.
+            The layout, or None if the operation does not run on channel numbers, or if its result
+            has no layout. If the operation returns several tensors, the result is a tuple with the
+            layout of each, or None.
         """
+        # 1.0 for a product, 0.0 for a sum.
         neutral = float(is_mul(node))
 
         def numbers(source: fx.Node) -> Any:
-            """Return what takes the place of an input of the step."""
+            """Return the value on which the operation is run in place of one of its inputs.
+
+            It is a tensor of channel numbers if the input is one of `carriers`. Otherwise each
+            element is `neutral`. If the input is a tuple of tensors, so is the result.
+
+            Args:
+                source: The node of the input.
+            """
             shape = source.meta["shape"]
             if source not in carriers:
                 if not isinstance(shape, torch.Size):
@@ -364,9 +394,13 @@ class _LayoutReader:
         return _layout_of_numbers(moved, size, pure=pure)
 
     def _layouts_of(self, nodes: set[fx.Node]) -> list[_Layout]:
-        """Return the channel layouts of all tensors in the values of these nodes, in one list.
+        """Return the channel layouts of the values of some nodes, in one list.
 
-        A tensor without a layout is left out.
+        The value of a node may be a tuple of tensors, each with a layout of its own. A tensor
+        without a layout is left out.
+
+        Args:
+            nodes: The nodes.
         """
         single_layouts: list[_Layout] = []
         for node in nodes:
@@ -379,11 +413,13 @@ class _LayoutReader:
 
 
 def _layout_of_numbers(numbers: object, size: int, *, pure: bool) -> _Layout | None:
-    """Return the channel layout that has these channel numbers, or None if no layout has them.
+    """Return the channel layout of a tensor whose elements are the numbers of their channels.
+
+    The result is None if it is no tensor, or if no layout puts the channels where it has them.
 
     Args:
-        numbers: The value that a step returned for channel numbers. Zeros are elements without a
-            channel.
+        numbers: What an operation returned for tensors of channel numbers. A 0 is an element
+            without a channel.
         size: The number of channels.
         pure: Whether every element of the step's inputs belongs to a channel.
     """
@@ -409,9 +445,10 @@ def _layout_of_numbers(numbers: object, size: int, *, pure: bool) -> _Layout | N
 
 
 def _axis(layout: _Layout, shape: torch.Size) -> Axis:
-    """Return the channel axis of a tensor.
+    """Return the channel axis of a tensor: the dimension along which its channels lie.
 
-    Its dimension is the last one that has the layout's size and stride, or None if there is none.
+    It is the last dimension that has the layout's size and stride. If there is none, `Axis.dim` is
+    None.
 
     Args:
         layout: The channel layout of the tensor.

@@ -94,10 +94,10 @@ def inspect(model: nn.Module, inputs: Inputs = None) -> Anatomy:
 
 
 def _functional_norms(traced: Traced) -> dict[str, str]:
-    """Return a sentence for each module whose forward calls a function such as F.layer_norm itself.
+    """Return a sentence for each module whose forward calls F.layer_norm or the like itself.
 
-    Weight standardization may call such a function on a weight. This is no norm of the network, so
-    only calls on values that depend on the network's inputs count.
+    A forward may also call such a function on a weight, to standardize it. Such a call is left out:
+    only calls on values that are computed from the network's input are norms of the network.
 
     Returns:
         The sentences, by the path of the module.
@@ -109,7 +109,7 @@ def _functional_norms(traced: Traced) -> dict[str, str]:
             continue
         # The innermost module whose forward runs here, or "" for the network itself.
         path = "".join(node.meta["inside"][-1:])
-        # A network that is nothing but a norm calls its own function.
+        # If the network itself is a norm, its forward rightly calls the function.
         if not traced.site(path).is_norm:
             sentences.setdefault(path, f"forward calls {name} itself, not a module")
     return sentences
@@ -135,7 +135,7 @@ class _SumParts:
 
 
 class _GraphReader(NodeReader):
-    """Reads residual blocks, norms' roles and the network's outputs from the graph."""
+    """Finds residual blocks, norms, classifier and outputs of a network in its recorded graph."""
 
     def blocks(self) -> list[Block]:
         """Return the residual blocks of the network, in order of the forward pass."""
@@ -163,7 +163,8 @@ class _GraphReader(NodeReader):
         if counts[container] > 1:
             path = f"{container}+{counts[container]}"
 
-        # Vacant is what a conversion leaves of a norm that it took away.
+        # A skip that is none of the kinds below, such as a pooling, is "other". `Vacant` is the
+        # identity that a conversion leaves at the path of a norm that it took away.
         skip_kind = "other"
         entry_norm: fx.Node | None = None
         if parts.has_projection:
@@ -204,7 +205,8 @@ class _GraphReader(NodeReader):
             return None
         fork = self.nodes[common.bit_length() - 1]
         if fork.target in _SPLITS:
-            # The inputs are made from different channels, so neither is the other's skip (Res2Net).
+            # The two inputs of the sum come from different channels of a split, as in Res2Net, so
+            # neither of them is a skip.
             return None
 
         # Count the linear layers between the fork and each input of the sum.
@@ -231,18 +233,25 @@ class _GraphReader(NodeReader):
         )
 
     def _norm_paths(self, nodes: list[fx.Node | None]) -> tuple[str, ...]:
-        """Return the paths of the norms that the nodes call, each once, in order."""
+        """Return the paths of the norms among the modules that some nodes call.
+
+        Args:
+            nodes: The nodes, in order. A None among them is passed over.
+
+        Returns:
+            The paths, each once, in the order of the nodes.
+        """
         paths = [str(node.target) for node in nodes if node is not None and self.is_norm(node)]
         return tuple(dict.fromkeys(paths))
 
     def _is_enlarged(self, branch: fx.Node, on_branch: list[fx.Node]) -> bool:
-        """Whether maps are enlarged between a branch's last linear layer and the branch's end.
+        """Whether feature maps get more pixels behind the last linear layer of a branch.
 
-        A sum on the branch counts like a linear layer.
+        If a sum stands behind that layer, the maps are compared with the result of the sum.
 
         Args:
             branch: The node of the branch's value.
-            on_branch: The nodes of the branch.
+            on_branch: All nodes of the branch, in order.
         """
         # Go up from the end of the branch to a linear layer. Without one, the walk ends at a sum,
         # which has no main input, or at the first node of the branch.
@@ -257,7 +266,14 @@ class _GraphReader(NodeReader):
         return same_rank and math.prod(before[2:]) < math.prod(after[2:])
 
     def _upwards(self, branch: fx.Node, on_branch: list[fx.Node]) -> Iterator[fx.Node]:
-        """Yield the nodes that carry a branch's signal (`main_input`), from its end backwards."""
+        """Yield the nodes through which a branch's signal goes, beginning at the end of the branch.
+
+        Each is the main input of the one before: its only input, or x in a gate x g(x).
+
+        Args:
+            branch: The node of the branch's value, which is yielded first.
+            on_branch: All nodes of the branch. The walk ends at the first node that is none.
+        """
         return itertools.takewhile(set(on_branch).__contains__, self.traced.upwards(branch))
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
@@ -278,7 +294,13 @@ class _GraphReader(NodeReader):
         return norms
 
     def _roles(self, blocks: list[Block]) -> dict[str, str]:
-        """Return the roles of norms by path. A norm without an entry has the role `other`."""
+        """Return the role of each norm, by its path: `stem`, `last`, `down`, `head` or `other`.
+
+        A norm that has no entry has the role `other`, too.
+
+        Args:
+            blocks: The residual blocks, in order of the forward pass.
+        """
         roles: dict[str, str] = {}
         if not blocks:
             return roles
@@ -300,7 +322,7 @@ class _GraphReader(NodeReader):
             elif self.traced.depends(node, on=final):
                 roles[path] = "head"
 
-        # In a block, the norms that the skip reads have a role of their own if it is a projection.
+        # Norms that the skip depends on have the role "down" if the skip is a projection.
         for block in blocks:
             off_branch = [path for path in block.norms if not self._is_on_branch(path, block)]
             role = "down" if block.skip == "projection" else "other"
@@ -310,19 +332,28 @@ class _GraphReader(NodeReader):
         return roles
 
     def _is_on_branch(self, path: str, block: Block) -> bool:
-        """Whether a block's norm at `path` is on the branch alone: the skip does not read it."""
+        """Whether only the branch of a block depends on a norm, and the skip does not.
+
+        Args:
+            path: The path of the norm, which is one of the block's.
+            block: The block.
+        """
+        # The sum has two inputs, the branch and the skip.
         skip = next(end for end in inputs(block.total) if end is not block.branch)
         nodes = self.traced.calls[id(self.traced.modules[path])]
         return not any(self.traced.depends(skip, on=node) for node in nodes)
 
     def _entry_norm(self, fork: fx.Node, container: str) -> fx.Node | None:
-        """Return the norm between the beginning of a block and its fork, or None.
+        """Return the node of the norm that comes before a block's skip and branch part, or None.
+
+        Only a norm inside of the block is looked for.
 
         Args:
             fork: The node at which the block's skip and branch part.
             container: The path of the module whose forward adds them.
         """
-        # Go up from the fork, as long as one value leads to it from inside the block.
+        # Go up from the fork, as long as the node is inside of the block and has a single input. If
+        # the network's own forward adds, `container` is "", and there is no inside.
         node: fx.Node | None = fork
         while node is not None and container and container in node.meta["inside"]:
             if self.is_norm(node):
@@ -349,9 +380,9 @@ class _GraphReader(NodeReader):
         return None
 
     def _gate(self, branch: fx.Node, on_branch: list[fx.Node]) -> str | None:
-        """Return the path of the gate x g(x) behind the branch's last linear layer, or None.
+        """Return the path of the module that ends a branch with a gate x g(x), or None.
 
-        A squeeze-and-excitation is such a gate.
+        Squeeze-and-excitation is such a gate. It must stand behind the branch's last linear layer.
 
         Args:
             branch: The node of the branch's value.
@@ -360,7 +391,8 @@ class _GraphReader(NodeReader):
         for node in self._upwards(branch, on_branch):
             if self.is_linear(node):
                 break
-            # In a gate one factor depends on the other. In a LayerScale's product none does.
+            # In a gate x g(x), `main_input` returns x. In LayerScale's product with a parameter it
+            # returns None.
             if is_mul(node) and self.traced.main_input(node) is not None:
                 # If no module returns the product, the node's name stands for a path.
                 return next(iter(self.traced.outputs.get(node, ())), node.name)
@@ -405,7 +437,14 @@ class _GraphReader(NodeReader):
         return None
 
     def _returns_once(self, path: str) -> bool:
-        """Whether the module at `path` returns at most one value in each record of forward."""
+        """Whether a module returns a value at most once in a forward.
+
+        This must hold in each record, if forward was recorded on several paths.
+
+        Args:
+            path: The path of the module.
+        """
+        # The graph of each record in which the module returns a value, once for each value.
         graphs: list[fx.Graph] = []
         for node, paths in self.traced.outputs.items():
             if path in paths:
@@ -427,9 +466,10 @@ class _GraphReader(NodeReader):
         if len(users) == 1 and self.is_activation(users[0]):
             return "post"
 
-        # The fork may belong to the block, whose norm or activation then comes before skip and
-        # branch. Otherwise the fork is the end of the block before. If the network's own forward
-        # adds (""), every node is inside, so an activation there may belong to the block before.
+        # If the fork is inside of the block and is a norm or an activation, the block begins with
+        # it. If it is outside, it is the end of the block before. If the network's own forward adds
+        # (`container` is ""), all nodes are inside, so an activation at the fork may also end the
+        # block before, and does not count.
         inside_block = container in ("", *fork.meta["inside"])
         if inside_block and (self.is_norm(fork) or (self.is_activation(fork) and container)):
             return "pre"
@@ -438,7 +478,10 @@ class _GraphReader(NodeReader):
         return "linear"
 
     def _kind(self, node: fx.Node) -> str:
-        """Return the class of the module that a node calls, or the name of its function."""
+        """Return the name of the class of the module that a node calls.
+
+        For a node that calls no module, it is the text of the function, method or tensor's name.
+        """
         module = self.traced.module(node)
         return type(module).__name__ if module is not None else str(node.target)
 
@@ -454,7 +497,8 @@ class _GraphReader(NodeReader):
         if not linears:
             return None
 
-        # Go up from the output to the layer.
+        # Go up from the output to the last linear layer, as long as each node has one input. The
+        # layer itself is reached if it is the first input of a node.
         last = linears[-1]
         sources = inputs(output)
         while sources and sources[0] is not last:
@@ -522,7 +566,7 @@ class _GraphReader(NodeReader):
 
 
 def _stage(path: str) -> str:
-    """Return the path of a block's stage.
+    """Return the path of the stage that a residual block belongs to.
 
     `layer1.0` is in `layer1`, `s1.b1` in `s1`, and `stages.0.blocks.1` in `stages.0`.
     """

@@ -77,14 +77,16 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Mark:
-    """The recorder's mark on a tensor, which says the node that made the tensor.
+    """A note that the recorder hangs on a tensor: which node of the graph made the tensor.
 
     Args:
         run: The recorder that set the mark.
         node: The node whose value is the tensor, or is a collection that holds the tensor. None
             says that the tensor was made without the network's input.
-        version: How often the tensor had been written to when it was marked.
-        keys: The keys that lead from the node's value to the tensor.
+        version: How often the tensor had been written to when it was marked. A higher number later
+            shows that it was overwritten since.
+        keys: The keys that lead from a collection to the tensor in it. Empty if the tensor itself
+            is the node's value.
     """
 
     __slots__ = ("keys", "node", "run", "version", "written")
@@ -104,21 +106,23 @@ class _Mark:
 
 
 class Recorder(TorchFunctionMode):
-    """One recorded run of a copy of a network.
+    """Records one run of a copy of a network as a graph.
+
+    `run` runs the network. Its operations on tensors become nodes of `graph`.
 
     Args:
         model: The copy, which shares the network's parameters.
-        look: Called with the name of each new node and its value.
+        look: Called with the name of each new node and its value. None calls nothing.
 
     Attributes:
         graph: The fx graph, as `Traced` describes it.
         outputs: For each node, the paths of the modules that return its value, innermost first.
-        opaque: Paths of modules that could not be looked into, with the reason.
+        opaque: Paths of the modules whose operations cannot be seen, with the reason.
         constants: Tensors that the forward makes itself, by their names in the graph.
         untracked: Names of constants of unknown origin, with the path of the module that uses each.
-        branches: Paths of the modules whose forward reads values.
-        size_dependent: Whether the forward asked for a size.
-        failed: The path of the innermost module that raised an error.
+        branches: Paths of the modules whose forward reads numbers of a tensor into Python.
+        size_dependent: Whether the forward asked for the size of a tensor.
+        failed: The path of the innermost module that raised an error. Empty if none did.
     """
 
     def __init__(self, model: nn.Module, look: Callable[[str, object], None] | None = None) -> None:
@@ -145,7 +149,8 @@ class Recorder(TorchFunctionMode):
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self.named.setdefault(id(tensor), dotted(path, name))
-        # A convolution may hold a module that pads its input. It is a leaf of the graph anyway.
+        # A convolution may hold a module that pads its input. It becomes a single node all the
+        # same.
         holders = (module for module in modules.values() if module._modules)
         self.convolutions = {id(module) for module in holders if own_forwards.computes(module)}
         # The norms, and the modules that are y = act(s x + t) per channel. Some are known only by
@@ -154,7 +159,7 @@ class Recorder(TorchFunctionMode):
 
         # The paths of the modules that are running, outermost first.
         self.around: list[str] = []
-        # Whether nothing is recorded, because a leaf runs, which is one node.
+        # Whether nothing is recorded at the moment, because a module runs that is a single node.
         self.is_paused = False
         # The tensors that have no mark, by id, each with its node and version. The network's own
         # tensors get no mark, which would outlive the run. Keeping a tensor here also keeps its id
@@ -164,19 +169,29 @@ class Recorder(TorchFunctionMode):
         self._writes: dict[StorageWeakRef | None, fx.Node] = {}
 
     def run(self, example: Example) -> None:
-        """Record the forward on `example`, whose tensors are not changed."""
+        """Run the network once on `example`, and record its operations in `graph`.
+
+        Args:
+            example: The arguments of the call. Their tensors are copied, so a forward that writes
+                into its input does not change them.
+        """
         arguments = (dict(enumerate(example.args)), example.kwargs)
         names = iter(name for name, _ in named_tensors(arguments))
 
-        # The names come in the order in which `map` meets the tensors.
+        # `map` below calls `enter` for one tensor after the other, in the order of `names`.
         def enter(tensor: Tensor) -> Tensor:
-            """Return a copy of a tensor of the example, after adding a placeholder node for it."""
+            """Add a node for a tensor of the example to the graph, and return a copy of the tensor.
+
+            The node is a placeholder, which is torch.fx's kind of node for an input. The copy is
+            marked with it.
+            """
             value = tensor.detach().clone()
             # In a name such as `0.2` or `1.mask.x`, 0 stands for the positional arguments and 1 for
             # the keyword arguments. The position or keyword of the argument follows, then the keys
             # inside of it. The placeholder of `1.mask.x` is called `mask_x`.
             argument, *keys = next(names).split(".")[1:]
             name = "_".join((argument, *keys))
+            # torch.fx takes no name that begins with a digit.
             if name[0].isdigit():
                 name = f"x{name}"
             node = self._add("placeholder", name, (), {}, value)
@@ -199,8 +214,18 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Run a function that the forward calls, and record it if it belongs into the graph."""
+        """Run a function that the forward calls, and record it if it reads tensors of the graph.
+
+        torch calls this method in place of each of its functions while the recorder is active.
+
+        Args:
+            func: The function or method of torch.
+            types: The types of the arguments. They are not used.
+            args: The positional arguments.
+            kwargs: The keyword arguments. None stands for none.
+        """
         kwargs = kwargs or {}
+        # A module that is one node is running, so its steps are not recorded.
         if self.is_paused:
             return func(*args, **kwargs)
 
@@ -236,9 +261,11 @@ class Recorder(TorchFunctionMode):
         return self._mark_results(node, result, tensors, overwritten)
 
     def _run_untracked(self, func: Function, args: Args, kwargs: Kwargs) -> object:
-        """Run a function that reads no tensor of the graph, and note that its results have no node.
+        """Run a function that reads no parameter, buffer, or value computed from the input.
 
-        The network's own tensors stay unmarked.
+        Its results are marked as made without the input (`_Mark.node` is None). They become
+        constants of the graph if a recorded operation reads them. A parameter or buffer among the
+        results gets no mark, because it is found by its name.
         """
         result = func(*args, **kwargs)
         for _, tensor in named_tensors(result):
@@ -257,6 +284,7 @@ class Recorder(TorchFunctionMode):
             value: The node's value on the example, whose shape and dtype are noted.
         """
         node = self.graph.create_node(kind, target, args, kwargs)
+        # The modules whose forward is running here, outermost first.
         node.meta["inside"] = tuple(self.around)
         node.meta["shape"] = spelling.shapes(value)
         node.meta["dtype"] = getattr(value, "dtype", None)
@@ -267,7 +295,7 @@ class Recorder(TorchFunctionMode):
     def _mark_results(
         self, node: fx.Node, result: object, tensors: list[Tensor], overwritten: list[Tensor]
     ) -> object:
-        """Mark the tensors that a node overwrote and returned, and return its result.
+        """Note on tensors that a node has overwritten or made them, and return the node's result.
 
         Args:
             node: The node.
@@ -307,14 +335,16 @@ class Recorder(TorchFunctionMode):
     def _set_mark(
         self, tensor: Tensor, node: fx.Node | None, keys: tuple[object, ...] = ()
     ) -> None:
-        """Note which node made a tensor.
+        """Note on a tensor which node made it.
 
         Args:
             tensor: The tensor.
             node: The node that made it. None says that it was made without the network's input.
-            keys: The keys that lead from the node's value to the tensor.
+            keys: The keys that lead from the node's value, a collection, to the tensor in it. Empty
+                if the tensor itself is the value.
         """
-        # A tensor of the network is not marked, because the mark would outlive the run.
+        # A mark is an attribute of the tensor. A parameter or buffer of the network lives longer
+        # than this run, and would keep it. So its node is kept in a table of the recorder.
         if id(tensor) in self.named or id(tensor) in self._known:
             if node is not None:
                 self._remember(tensor, node)
@@ -322,14 +352,17 @@ class Recorder(TorchFunctionMode):
         setattr(tensor, _MARK, _Mark(self, node, version(tensor), keys))
 
     def _mark_of(self, tensor: Tensor) -> _Mark | None:
-        """Return the mark that this run set on a tensor, or None."""
+        """Return the note that this recorder hung on a tensor, or None if there is none.
+
+        A mark of another recorder, from an earlier recording, does not count.
+        """
         mark: _Mark | None = getattr(tensor, "__dict__", {}).get(_MARK)
         if mark is None or mark.run is not self:
             return None
         return mark
 
     def _is_rewritten(self, tensor: Tensor, mark: _Mark) -> bool:
-        """Whether a node wrote to a tensor's memory after the tensor was marked.
+        """Whether an operation in the graph wrote to a tensor's memory after the tensor was marked.
 
         Args:
             tensor: The tensor.
@@ -338,14 +371,16 @@ class Recorder(TorchFunctionMode):
         return mark.version != version(tensor) and memory(tensor) in self._writes
 
     def _is_tracked(self, tensor: Tensor) -> bool:
-        """Whether an operation on the tensor belongs into the graph.
+        """Whether an operation on a tensor becomes a node of the graph.
 
-        This holds for the network's own tensors, for tensors that were computed from the input, and
-        for tensors of unknown origin.
+        It does if the tensor is a parameter or buffer of the network, was computed from the input,
+        or has no mark, so that its origin is unknown. It does not if the tensor was made in forward
+        without the input, such as the result of `torch.arange`.
         """
         if id(tensor) in self.named or id(tensor) in self._known:
             return True
         mark = self._mark_of(tensor)
+        # A tensor that was made without the input may have been overwritten with computed values.
         return mark is None or mark.node is not None or self._is_rewritten(tensor, mark)
 
     def _node_of(self, tensor: Tensor) -> fx.Node | None:
@@ -360,8 +395,8 @@ class Recorder(TorchFunctionMode):
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
 
-        # A tensor that was not computed from the input is a constant, unless a node that was has
-        # written to its memory.
+        # A tensor that was not computed from the input is a constant. If an operation in the graph
+        # has overwritten the constant since, an `after` node stands for the new value.
         mark = self._mark_of(tensor)
         if mark is None or mark.node is None:
             node = self._constant(tensor, of_unknown_origin=mark is None)
@@ -394,11 +429,22 @@ class Recorder(TorchFunctionMode):
         return mark.node
 
     def _add_after(self, node: fx.Node, write: fx.Node, tensor: Tensor) -> fx.Node:
-        """Add the node of a tensor that `node` made and whose memory `write` has overwritten."""
+        """Add a node for the value that a tensor has after its memory was overwritten.
+
+        The node is a call of `spelling.after`, and is returned.
+
+        Args:
+            node: The node that made the tensor.
+            write: The node that wrote to the tensor's memory.
+            tensor: The tensor with its new value.
+        """
         return self._add("call_function", spelling.after, (node, write), {}, tensor)
 
     def _remember(self, tensor: Tensor, node: fx.Node) -> fx.Node:
-        """Note the node of a tensor that is not marked, and return the node."""
+        """Note in a table which node has the value of a tensor, and return the node.
+
+        The table is for parameters, buffers and constants, which get no mark.
+        """
         self._known[id(tensor)] = (tensor, node, version(tensor))
         return node
 
@@ -412,12 +458,20 @@ class Recorder(TorchFunctionMode):
         """
         name = f"_tensor_constant{len(self.constants)}"
         self.constants[name] = tensor.detach().clone()
+        # It is listed with the path of the innermost module whose forward is running.
         if of_unknown_origin:
             self.untracked[name] = next(reversed(self.around), "")
         return self._remember(tensor, self._add("get_attr", name, (), {}, tensor))
 
     def _with_nodes(self, value: object) -> Any:
-        """Return the arguments of an operation with nodes in place of tensors."""
+        """Return an argument of an operation as a node of the graph takes it.
+
+        Each tensor is replaced by its node, also inside of tuples, lists, dicts and slices. Any
+        other value is returned as it is.
+
+        Args:
+            value: The argument, or a collection of arguments.
+        """
         if isinstance(value, Tensor):
             return self._node_of(value)
         if isinstance(value, slice):
@@ -471,7 +525,7 @@ class Recorder(TorchFunctionMode):
             self.failed = self.failed or path
             raise
 
-        # Note that the module returns this node's value.
+        # Note for the node of the result that this module returns its value.
         if isinstance(result, Tensor) and self._is_tracked(result):
             node = self._node_of(result)
             if node is not None:
@@ -479,15 +533,17 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _is_leaf(self, module: nn.Module, path: str) -> bool:
-        """Whether a module becomes one node of the graph, without the steps inside.
+        """Whether a call of a module becomes a single node, without the operations inside.
 
-        A scripted module must become one. This is noted in `opaque`.
+        Norms, torch's own layers and modules without children become one. A scripted module must,
+        because its operations cannot be seen. This is noted in `opaque`.
         """
         if isinstance(module, torch.jit.ScriptModule):
             self.opaque[path] = "it is scripted, so its operations cannot be seen"
             return True
         if self._is_norm_or_map(module):
             return True
+        # nn.Sequential and the like are torch's own, but the modules in them are the user's.
         if isinstance(module, _CONTAINERS):
             return False
 
@@ -496,7 +552,8 @@ class Recorder(TorchFunctionMode):
         return is_childless or type(module).__module__.startswith("torch.nn")
 
     def _is_norm_or_map(self, module: nn.Module) -> bool:
-        """Whether a module is a norm, or y = act(s x + t) per channel."""
+        """Whether a module is a norm, or is y = act(s x + t) with s and t per channel."""
+        # The answers for the network's own modules were found before the run.
         if id(module) in self.paths:
             return id(module) in self.norms_and_maps
         # Forward may make a module as it runs.
@@ -505,7 +562,7 @@ class Recorder(TorchFunctionMode):
     def _run_leaf(
         self, module: nn.Module, path: str, original: Function, args: Args, kwargs: Kwargs
     ) -> object:
-        """Run a leaf and add its node.
+        """Run a module that becomes a single node of the graph (a leaf), and add the node.
 
         Args:
             module: The leaf.
@@ -555,9 +612,20 @@ class Recorder(TorchFunctionMode):
         kwargs: Kwargs,
         result: object,
     ) -> object:
-        """Return the result of a leaf after the network's own hooks have run on it.
+        """Run the network's own forward hooks on the result of a module that is a single node.
 
-        A hook is the network's own if it is a method of one of its modules.
+        A hook is the network's own if it is a method of one of its modules. Hooks of the user are
+        left out.
+
+        Args:
+            module: The module.
+            hooks: Its forward hooks, by torch's key of each.
+            args: The positional arguments of the module's call.
+            kwargs: The keyword arguments of the call.
+            result: The result of the call.
+
+        Returns:
+            The result of the last hook that returned something, or else `result`.
         """
         for key, hook in hooks.items():
             if id(getattr(hook, "__self__", None)) not in self.paths:
@@ -571,22 +639,38 @@ class Recorder(TorchFunctionMode):
 
 
 def _written_since(tensors: list[Tensor], versions: list[int]) -> list[Tensor]:
-    """Return the tensors that were written to since their versions were noted."""
+    """Return the tensors that an operation has written to.
+
+    Args:
+        tensors: The tensors among the operation's arguments.
+        versions: How often each had been written to before the operation (`spelling.version`).
+    """
     pairs = zip(tensors, versions, strict=True)
     return [tensor for tensor, old_version in pairs if version(tensor) != old_version]
 
 
 class Widening(TorchFunctionMode):
-    """Lets the forward of a network in float64 compute with floating-point tensors of float64 only.
+    """A context in which the forward of a network in float64 computes in float64 throughout.
 
-    A tensor that forward makes in float32 or less is made in float64. A tensor that the network
-    keeps as a plain attribute is widened if an operation uses it beside a tensor in float64.
+    Forwards may make tensors in float32, which would not fit the others. In a `with` block, such a
+    tensor is made in float64. A narrower tensor that the network keeps as a plain attribute, and
+    which `model.double()` has not converted, is converted where an operation reads it beside a
+    tensor in float64.
     """
 
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        """Run a function with its narrower tensors in float64, and widen what it makes."""
+        """Run a function of torch in float64, and return its result in float64.
+
+        torch calls this method in place of each of its functions in the `with` block.
+
+        Args:
+            func: The function or method of torch.
+            types: The types of the arguments. They are not used.
+            args: The positional arguments.
+            kwargs: The keyword arguments. None stands for none.
+        """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         # Casts are dealt with below. A tensor given as `out` must not be replaced by a copy.
@@ -594,20 +678,23 @@ class Widening(TorchFunctionMode):
             args, kwargs = _widened(name, args, kwargs)
         result = func(*args, **kwargs)
 
-        # Only functions that make a tensor of a dtype of their own give a narrower result.
+        # Functions such as `zeros`, `float` and `softmax` choose the dtype of their result, or take
+        # it as an argument. Only their results are made wider.
         if name not in _MAKERS or not isinstance(result, Tensor) or result.dtype not in _NARROW:
             return result
 
-        # A cast to a narrower type is left out, because casting back would not restore the digits.
+        # A cast such as `x.float()` is not carried out, because casting its result back to float64
+        # would not restore the digits. `x` is copied instead, as a cast returns a new tensor.
         if name in _CASTS and isinstance(args[0], Tensor) and args[0].is_floating_point():
             return args[0].to(result.device, torch.float64, copy=True)
         return result.double()
 
 
 def _widened(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Return the arguments of a function, all in float64 if one of them is in float64.
+    """Return the arguments of a function of torch, in float64 if one of them is in float64.
 
-    An argument into which the function writes, which is the first one, stays as it is.
+    Only floating-point tensors are changed. If the function writes into its first argument, that
+    argument stays as it is, because a copy would not be seen by others.
 
     Args:
         name: The name of the function.
@@ -629,7 +716,10 @@ def _widened(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _dtypes(values: Iterable[object]) -> Iterator[torch.dtype]:
-    """Yield the dtypes of the tensors among the values, and in lists and tuples among them."""
+    """Yield the dtype of every tensor in a collection of arguments.
+
+    Lists and tuples among the arguments are looked into. Other values are passed over.
+    """
     for value in values:
         if isinstance(value, Tensor):
             yield value.dtype
@@ -638,7 +728,10 @@ def _dtypes(values: Iterable[object]) -> Iterator[torch.dtype]:
 
 
 def _double(value: Any) -> Any:
-    """Return a value with float64 in place of narrower tensors, in lists and tuples as well."""
+    """Return a value in which every floating-point tensor is in float64.
+
+    Tensors in lists and tuples are converted, too. Any other value is returned as it is.
+    """
     if isinstance(value, Tensor):
         return value.double() if value.dtype in _NARROW else value
     if type(value) in (list, tuple):
@@ -648,7 +741,12 @@ def _double(value: Any) -> Any:
 
 @contextmanager
 def intercepted(call: Callable[..., object]) -> Iterator[None]:
-    """Replace calls of modules by `call(module, original, args, kwargs)` in a `with` block."""
+    """In a `with` block, have every call of a module go through a function.
+
+    Args:
+        call: Called as call(module, original, args, kwargs) in place of `module(*args, **kwargs)`.
+            `original` is torch's own call, nn.Module.__call__. What it returns is the result.
+    """
     original = nn.Module.__call__
 
     def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:

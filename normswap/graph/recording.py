@@ -67,8 +67,9 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
     _follow_batches(model, main, inputs)
     main.remarks += _uncalled_norms(model, main, first)
 
-    # One record is enough here. Rows of features are the exception: they may come with further
-    # dimensions, so another example is recorded.
+    # If forward takes the same path for every input, one record is enough. Rows of features (N, C)
+    # or (N, L, C) are the exception: they may come with further dimensions, so another example is
+    # recorded.
     if main.input_independent and first.images.ndim > 3:
         main.flexible = True
         return main
@@ -80,7 +81,10 @@ def record(model: nn.Module, inputs: calling.Inputs = None) -> Traced:
 
 
 def _check_compiled(model: nn.Module) -> None:
-    """Raise TraceError if a layer is compiled, as a compiled layer cannot be replaced."""
+    """Raise TraceError if the network has a layer that torch.compile returned.
+
+    A conversion could not replace such a layer.
+    """
     for path, module in tree(model).items():
         if path and (getattr(module, "_compiled_call_impl", None) or hasattr(module, "_orig_mod")):
             remedy = "Convert the network first, then compile the result"
@@ -126,8 +130,9 @@ def _record_first(
     if inputs is not None:
         return _record_given(model, inputs)
 
-    # A small example is cheap, and enough if forward asks for no size. If there is no smaller size,
-    # or the network does not run at it, or asks for a size, the usual sizes are tried below.
+    # A small example is cheap, and enough if forward asks for no size. Only the first of the small
+    # sizes is tried. If there is none, or the network does not run at it, or asks for a size, the
+    # usual sizes are tried below.
     sizes = network_input.candidates(model)
     for small_size in network_input.small(sizes[0])[:1]:
         with suppress(TraceError):
@@ -150,8 +155,8 @@ def _record_first(
         # A row of tokens has no size, (), and no example of another size.
         if not size:
             return traced, example, []
-        # A network on features (C,) may also take them with further dimensions in front, such as
-        # tokens (L, C). Such sizes are the first to be tried for the second record.
+        # A network that takes a row of features (C,) may also take rows with further dimensions in
+        # front, such as tokens (L, C). These are the first to be tried for the second record.
         longer_sizes = [other for other in sizes if len(size) == 1 and other[1:] == size]
         longer = [network_input.noise(model, longer_size, batch=3) for longer_size in longer_sizes]
         return traced, example, [*longer, *_resized(network_input.noise(model, size, batch=2))]
@@ -200,10 +205,16 @@ def _record_given(
 def _follow_other_size(
     model: nn.Module, main: Traced, first: Example, other_examples: list[Example]
 ) -> None:
-    """Record the first of `other_examples` that runs, and add the record to `main`.
+    """Record the network at another size, and add the record to the first one.
 
-    The record becomes one of `main.others` if its graph is the same, or an alternative if it took
-    another path. `main.flexible` is set if the example had another size.
+    The record becomes one of `main.others` if its graph is the same, or an alternative if forward
+    took another path through its code. `main.flexible` is set if the size was another one.
+
+    Args:
+        model: The network.
+        main: The first record, which is changed in place.
+        first: The call that `main` was recorded on.
+        other_examples: Calls to try. The first one on which the network runs is recorded.
     """
     main.flexible = False
     for other in other_examples:
@@ -212,7 +223,8 @@ def _follow_other_size(
         except TraceError:
             continue
 
-        # With the same path but other steps inside, the record tells nothing new.
+        # If the outlines are equal, but not the graphs, forward took the same path with other steps
+        # on it. Such a record tells nothing new and is dropped.
         if _is_same_graph(main, second):
             main.others.append(second)
         elif _outline(main) != _outline(second):
@@ -227,10 +239,15 @@ def _follow_other_size(
 
 
 def _follow_heads(model: nn.Module, main: Traced, example: Example) -> None:
-    """Record auxiliary heads, which run only in training, if they call BatchNorms.
+    """Record the network with its auxiliary heads, which run only in training.
 
-    The network is recorded with its heads if forward has not called every BatchNorm. The record is
-    added to `main` if it calls one of those that were missing.
+    This is done only if the forward in eval mode has left a BatchNorm uncalled. The record is added
+    to `main` if it calls such a BatchNorm.
+
+    Args:
+        model: The network.
+        main: The first record, which is changed in place.
+        example: The call that `main` was recorded on.
     """
     uncalled = [id(site.module) for site in main.sites if site.is_batchnorm and not site.called]
     if not uncalled:
@@ -260,7 +277,7 @@ def _follow_batches(model: nn.Module, main: Traced, inputs: calling.Inputs) -> N
     if inputs is None:
         return
 
-    # The first batch is recorded in `main`.
+    # The first batch is recorded in `main` already. `plain` are the arguments that are no tensors.
     batches = calling.batches(inputs)
     seen_arguments = {batch.plain for batch in batches[:1]}
     for batch in batches[1:]:
@@ -280,10 +297,10 @@ def _follow_batches(model: nn.Module, main: Traced, inputs: calling.Inputs) -> N
 
 
 def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterator[str]:
-    """Yield a remark on the norms that no forward called, if another call may reach them.
+    """Yield a remark on the norms that were never called, if another call may reach them.
 
-    This is so if forward has arguments that kept their defaults, or that are no tensors, or if it
-    branches on values.
+    Another call may do so if forward has arguments that kept their defaults here, or that are no
+    tensors, or if it reads numbers of a tensor and branches on them. Otherwise nothing is yielded.
 
     Args:
         model: The network.
@@ -307,16 +324,25 @@ def _uncalled_norms(model: nn.Module, main: Traced, example: Example) -> Iterato
 
 
 def _resized(example: Example) -> Iterator[Example]:
-    """Yield the example with its maps or series at other sizes, then the example itself."""
+    """Yield copies of a call with its maps or series at other sizes, then the call itself.
+
+    There is one copy for each of `_OTHER_SIZES`.
+
+    Args:
+        example: The call of a network.
+    """
     for size in _OTHER_SIZES:
         yield example.map(partial(_at_other_size, size=size))
     yield example
 
 
 def _at_other_size(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return maps (..., H, W) or a series (N, C, L) at another size, and other tensors as they are.
+    """Return a tensor at another height and width, or another length.
 
-    Maps become `size`. Maps smaller than 128 x 160 are enlarged by 32 x 64 instead.
+    Args:
+        x: Maps (..., H, W) or a series (N, C, L). Any other tensor is returned as it is.
+        size: The height and width that maps get. Maps with fewer pixels than 128 x 160 are enlarged
+            by 32 x 64 instead. A series is enlarged by 32.
     """
     if x.ndim < 3 or not x.is_floating_point():
         return x
@@ -331,12 +357,15 @@ def _at_other_size(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
-    """Raise TraceError if a tensor of unknown origin differs on another input of the same size.
+    """Raise TraceError if a tensor that was taken for a constant depends on the input.
+
+    A tensor is taken for one if no recorded operation made it, for example one from NumPy. The
+    network is recorded again on other values, and the tensor must stay the same.
 
     Args:
         model: The network.
         first: The record that is checked.
-        example: The call that it was made from.
+        example: The call that was recorded.
     """
     # The second input has other values, and the same size.
     second = record_once(model, example.map_floats(lambda tensor: 0.9 * tensor.flip(-1)))
@@ -359,7 +388,15 @@ def _check_constants(model: nn.Module, first: Traced, example: Example) -> None:
 
 
 def _is_same_graph(first: Traced, second: Traced) -> bool:
-    """Whether two records have the same operations on the same values, node by node."""
+    """Whether two records of a network are equal graphs.
+
+    They are if their nodes in order are the same operations, in the same modules, and read the
+    values of the same nodes.
+
+    Args:
+        first: A record.
+        second: Another one, such as a record on an input of another size.
+    """
     if len(first.nodes) != len(second.nodes):
         return False
 
@@ -375,14 +412,18 @@ def _is_same_graph(first: Traced, second: Traced) -> bool:
 
 
 def _outline(traced: Traced) -> object:
-    """Return the path that forward took in a record, to be compared with that of another record.
+    """Return a value that is equal for two records if forward took the same path in both.
 
     Returns:
         The calls of modules in order, and the edges of the graph as a set.
     """
 
     def label(node: fx.Node) -> object:
-        """Return the operation of a node, in a form that is equal in both records."""
+        """Return what a node does, without its name, which may differ between two records.
+
+        It is the place of an input among the arguments, the path of a module or tensor, or a
+        function and the modules around it.
+        """
         if node.op == "placeholder":
             return node.meta["place"]
         if node.op in ("call_module", "get_attr"):
@@ -409,7 +450,7 @@ def record_once(
     Args:
         model: The network, which is not changed.
         example: The call to record.
-        look: Called with the name of each node of the graph and its value.
+        look: Called with the name of each node of the graph and its value. None calls nothing.
         heads: Whether auxiliary heads run, as in training (`modes.show_heads`).
 
     Raises:
@@ -470,14 +511,17 @@ def _does_not_run(
 
 
 def _dtypes(model: nn.Module, example: Example) -> list[str]:
-    """Return the dtypes of a network's floating-point tensors and of its images, each once.
+    """Return the names of the dtypes of a network and of the images it is called with.
 
-    Tensors of different dtypes may not fit together. Integers of the network are counters or
-    indices, which any network may have, so they are left out.
+    More than one name may mean that the two do not fit together. Integer tensors of the network are
+    left out, because they are counters or indices, which any network may have.
 
     Args:
         model: The network.
         example: The call.
+
+    Returns:
+        Names such as `float32`, each once.
     """
     own = (*nn.Module.parameters(model), *nn.Module.buffers(model))
     numbers = [tensor for tensor in own if tensor.is_floating_point() or tensor.is_complex()]
@@ -486,7 +530,10 @@ def _dtypes(model: nn.Module, example: Example) -> list[str]:
 
 
 def _copy_to_record(model: nn.Module, *, heads: bool) -> nn.Module:
-    """Return a copy of the network on the same parameters, whose forward shows all of its steps.
+    """Return a copy of a network to be recorded, which shares its parameters.
+
+    The copy differs from the network where its forward would skip a step that the graph should
+    have.
 
     Args:
         model: The network.
@@ -496,20 +543,21 @@ def _copy_to_record(model: nn.Module, *, heads: bool) -> nn.Module:
     if heads:
         show_heads(copied)
     if isinstance(getattr(copied, "drop_rate", None), float | int):
-        # timm skips F.dropout if `drop_rate` is 0, and the graph would not show its place.
+        # timm skips F.dropout if `drop_rate` is 0, and the graph would not show its place. In eval
+        # mode dropout does nothing, so any rate above 0 will do.
         copied.__dict__["drop_rate"] = 0.5
     return copied
 
 
 @contextmanager
 def _as_its_user_runs_it(model: nn.Module) -> Iterator[None]:
-    """In a `with` block, a copy of the network runs as for its user, and changes nothing.
+    """Set up a `with` block in which a copy of a network can be run and recorded.
 
-    It runs in eval mode, uncompiled and with the user's default dtype. What the forward writes into
-    the network is undone afterwards.
+    The copy runs uncompiled, and with the default dtype that its user has set. What its forward
+    writes into the network is undone at the end of the block.
 
     Args:
-        model: The network.
+        model: The network, whose parameters the copy shares.
     """
     with ExitStack() as stack:
         # The copy shares the network's parameters, so a forward must leave them unchanged.
@@ -528,7 +576,9 @@ def _as_its_user_runs_it(model: nn.Module) -> Iterator[None]:
 def _drop_products_with_one(
     graph: fx.Graph, outputs: dict[fx.Node, list[str]], modules: Mapping[str, nn.Module]
 ) -> None:
-    """Remove copies and products with 1 from the graph, except where they change the dtype.
+    """Remove the nodes of `Copy` modules and of products with 1 from the graph.
+
+    They change nothing. A node whose result has another dtype than its input stays.
 
     Args:
         graph: The graph, which is changed in place.
@@ -537,6 +587,7 @@ def _drop_products_with_one(
         modules: The modules of the network, by path.
     """
     for node in list(graph.nodes):
+        # `values` is what is left of the factors without those that are 1.
         if node.op == "call_module" and isinstance(modules.get(str(node.target)), Copy):
             values = [node.args[0]]
         elif node.target in (operator.mul, torch.mul) and len(node.args) == 2 and not node.kwargs:
@@ -552,12 +603,16 @@ def _drop_products_with_one(
 
 
 def _is_one(factor: object) -> bool:
-    """Whether a factor is the float 1.0."""
+    """Whether a factor of a product is the number 1.0. A tensor, or the integer 1, is not."""
     return isinstance(factor, float) and factor == 1
 
 
 def reason(error: Exception) -> str:
-    """Return an error's message, with the last line of the user's own code that led to it."""
+    """Return the first line of an error's message, and where the user's code raised it.
+
+    The place is the innermost line of the traceback that is neither torch's nor normswap's. It is
+    left out if there is none.
+    """
     message = first_line(error)
     # The innermost frame comes last.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -81,25 +81,32 @@ _SWAPPED = {f"r{name}": _OPERATORS[name] for name in ("add", "sub", "mul", "div"
 
 
 def setitem_(x: Tensor, index: int, value: Tensor) -> Tensor:
-    """Do `x[index] = value` and return x, so that a node of the graph has a value."""
+    """Do `x[index] = value` and return x.
+
+    A statement returns nothing, but a node of a recorded graph needs a value.
+    """
     x[index] = value
     return x
 
 
 def after(x: Tensor, write: object) -> Tensor:
-    """Return x.
+    """Return x. The function exists to be the target of a node in a recorded graph.
 
-    In a graph, a call of this function stands for the value of x after the node `write` wrote to a
+    The node stands for the value that x has after something was written to its memory through a
     view of x.
+
+    Args:
+        x: The tensor.
+        write: The node that wrote to the view. As an argument it makes the new value depend on it.
     """
     return x
 
 
 def left(x: object, function_name: str) -> None:
-    """Do nothing.
+    """Do nothing. The function exists to be the target of a node in a recorded graph.
 
-    In a graph, a call of this function says that Python reads the value of x here. No graph can
-    follow that value.
+    The node says that Python reads the value of x here, for example by `x.item()`. A graph cannot
+    show what Python does with the number.
 
     Args:
         x: The value.
@@ -108,7 +115,11 @@ def left(x: object, function_name: str) -> None:
 
 
 def is_plain(func: Function) -> bool:
-    """Whether `func` asks for a shape, a dtype or the like, and reads no value."""
+    """Whether a function reads no numbers of its tensors, but only a shape, a dtype or the like.
+
+    Args:
+        func: A function or method of torch, or the getter of a property of tensors.
+    """
     property_name = _property(func)
     if property_name is None:
         return getattr(func, "__name__", "") in _PLAIN
@@ -116,31 +127,46 @@ def is_plain(func: Function) -> bool:
 
 
 def asks_size(func: Function) -> bool:
-    """Whether what a forward does after `func` may depend on the size of a tensor."""
+    """Whether a function tells its caller the size of a tensor, as `x.shape` and `x.split` do.
+
+    What a forward does next may then depend on the size.
+
+    Args:
+        func: A function or method of torch, or the getter of a property of tensors.
+    """
     return (_property(func) or getattr(func, "__name__", "")) in _SIZES
 
 
 def _property(func: Function) -> str | None:
-    """Return the property's name if `func` is its getter (`Tensor.shape.__get__`), else None."""
+    """Return the name of the property that `func` is the getter of, or None if it is no getter.
+
+    For `Tensor.shape.__get__`, which torch reports when x.shape is read, the name is `shape`.
+    """
     if getattr(func, "__name__", "") != "__get__":
         return None
     return getattr(getattr(func, "__self__", None), "__name__", None)
 
 
 class Attribute(str):
-    """A key of `places` that is the name of an attribute. All other keys are keys of items."""
+    """The name of an attribute on the way to a tensor inside of a value, as `places` yields it.
+
+    The class tells it from the keys of dicts and the positions in lists, which are plain.
+    """
 
 
 def places(
     value: object, keys: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], Tensor]]:
-    """Yield (keys, tensor) for every tensor in a value, with the keys that lead to it.
+    """Yield a pair (keys, tensor) for every tensor in a value.
+
+    The keys lead from the value to the tensor: dict keys, positions in lists, and attribute names.
 
     Args:
         value: A tensor, a collection, or an object with tensors among its attributes
             (`calling.is_record`). Collections may be nested to any depth. The attributes of an
             object are followed if fewer than eight keys lead to the object.
-        keys: The keys that lead to `value` itself.
+        keys: The keys before those that are yielded. The function passes them to itself. A caller
+            leaves them empty.
     """
     if isinstance(value, Tensor):
         yield keys, value
@@ -156,7 +182,10 @@ def places(
 
 
 def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Args, Kwargs]:
-    """Return (kind, target, args, kwargs) of a node, as torch.fx's symbolic trace names them.
+    """Return how torch.fx writes a call as a node of a graph.
+
+    The result is what `torch.fx.Graph.create_node` takes: the kind of the node, such as
+    `call_function`, its target (a function, or the name of a method), and the arguments.
 
     Args:
         func: The function that a forward called.
@@ -178,14 +207,17 @@ def spelled(func: Function, args: Args, kwargs: Kwargs) -> tuple[str, object, Ar
         return "call_function", setitem_, args, kwargs
     if operation in _OPERATORS and not kwargs and len(args) == operands:
         return "call_function", _OPERATORS[operation], args, kwargs
-    # Python calls y.__radd__(x) for x + y.
+    # Python calls y.__radd__(x) for x + y, so the operator takes the arguments in reverse.
     if operation in _SWAPPED:
         return "call_function", _SWAPPED[operation], args[::-1], kwargs
     return "call_method", name, args, kwargs
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often the tensor was written to, as torch counts it."""
+    """Return how often the tensor was written to, as torch counts it.
+
+    The result is 0 for a tensor whose writes torch does not count, such as one of inference mode.
+    """
     try:
         return tensor._version
     except RuntimeError:
@@ -193,9 +225,10 @@ def version(tensor: Tensor) -> int:
 
 
 def memory(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a key of the tensor's storage, or None if it has no storage.
+    """Return a dict key for the memory of a tensor, or None if the tensor has no storage.
 
-    The address would be no key, because another tensor may get the same address later.
+    Views of one tensor have equal keys. An address would be no key, because another tensor may get
+    the same address later.
     """
     try:
         return StorageWeakRef(tensor.untyped_storage())
@@ -204,7 +237,10 @@ def memory(tensor: Tensor) -> StorageWeakRef | None:
 
 
 def shapes(value: object) -> object:
-    """Return the shape of a tensor, the shapes in a list or tuple, or None for anything else."""
+    """Return the shape of a tensor, or a tuple of the shapes of the tensors in a list or tuple.
+
+    Lists may be nested. Anything that is neither a tensor nor a list or tuple gives None.
+    """
     if isinstance(value, Tensor):
         return value.shape
     if isinstance(value, list | tuple):

@@ -98,7 +98,10 @@ class Traced:
 
     @functools.cached_property
     def owners(self) -> Counter[int]:
-        """How many modules hold each parameter, by the parameter's id."""
+        """A Counter from the id of each parameter to the number of modules that hold it.
+
+        A number above 1 means that the parameter is shared between modules.
+        """
         distinct_modules = {id(module): module for module in self.modules.values()}
 
         counts: Counter[int] = Counter()
@@ -108,7 +111,11 @@ class Traced:
 
     @functools.cached_property
     def _attributes(self) -> dict[int, str]:
-        """The paths of the tensors that forward reads without calling their module, by id."""
+        """A dict from a tensor's id to its dotted path, such as `conv.weight`.
+
+        It has the parameters and buffers that the network's forward reads as attributes, without
+        calling the module that holds them.
+        """
         paths: dict[int, str] = {}
         for node in [*self.nodes, *self.alternative_nodes]:
             if node.op == "get_attr" and self.users[node]:
@@ -119,9 +126,13 @@ class Traced:
         return paths
 
     def read_directly(self, module: nn.Module) -> str | None:
-        """Return the path of a tensor of a module that forward reads without calling the module.
+        """Return the path of a parameter or buffer that forward reads without calling its module.
 
-        None says that there is no such tensor.
+        Args:
+            module: The module whose own parameters and buffers are looked at.
+
+        Returns:
+            The dotted path of one such tensor, or None if forward reads none of them that way.
         """
         tensors = [
             *nn.Module.parameters(module, recurse=False),
@@ -132,11 +143,20 @@ class Traced:
 
     @property
     def input_independent(self) -> bool:
-        """Whether every input takes the same path: forward asked for no size and read no value."""
+        """Whether every input takes the same path through the code of the forward.
+
+        This is so if the forward asked for no tensor's size and read no tensor's value in Python,
+        as an `if` on either could lead another way.
+        """
         return not (self.size_dependent or self.branches)
 
     def _connect(self, nodes: list[fx.Node]) -> None:
-        """Note the readers, calls and ancestors of the nodes of one whole graph."""
+        """Note the readers, calls and ancestors of the nodes of one whole graph.
+
+        Args:
+            nodes: All nodes of the graph, in order of the forward pass.
+        """
+        # Positions go on after the nodes of the graphs that were noted before.
         for position, node in enumerate(nodes, len(self._above)):
             self.users[node] = []
             self._index[node] = position
@@ -144,7 +164,8 @@ class Traced:
                 module = self.modules[str(node.target)]
                 self.calls.setdefault(id(module), []).append(node)
 
-            # Bit i of the mask stands for node i. A node counts as its own ancestor.
+            # Bit i of the mask stands for the node at position i. A node counts as its own
+            # ancestor.
             ancestors = 1 << position
             for source in inputs(node):
                 self.users[source].append(node)
@@ -152,9 +173,12 @@ class Traced:
             self._above.append(ancestors)
 
     def add_alternative(self, other: Traced) -> None:
-        """Add the graph of a record that took another path.
+        """Add a record of the same network whose forward took another path through its code.
 
-        Every change of a module must then be right on both paths.
+        A conversion's change of a module must then be right on both paths.
+
+        Args:
+            other: The record, whose graph has nodes of its own.
         """
         self._connect(other.nodes)
         self.outputs.update(other.outputs)
@@ -164,7 +188,11 @@ class Traced:
         self.alternative_nodes += other.nodes
 
     def called(self, module: nn.Module) -> int:
-        """Return how often a leaf is called, in the record that calls it most often."""
+        """Return how often one forward calls a module, as far as it was recorded.
+
+        The network may have been recorded on several paths. The largest number of calls on one of
+        them is returned, and 0 if no record calls the module.
+        """
         calls_by_record = Counter(call.graph for call in self.calls.get(id(module), ()))
         return max(calls_by_record.values(), default=0)
 
@@ -175,23 +203,28 @@ class Traced:
             path: A path of the module.
         """
         module = self.modules[path]
-        # Further records change how often a module is called, and the sizes that it reads.
+        # A site is kept only as long as no record is added, since a further record may change how
+        # often the module is called, and the sizes that it reads.
         key = (id(module), len(self.others), len(self.alternatives))
         if key not in self._sites:
             self._sites[key] = self._new_site(module, path)
         return self._sites[key]
 
     def site_at(self, node: fx.Node) -> Site | None:
-        """Return the site of the leaf module that `node` calls, or None if it calls none."""
+        """Return the site of the module that `node` calls, or None if it calls no module.
+
+        A site says what a module is, and how forward reaches it.
+        """
         if node.op != "call_module":
             return None
         return self.site(str(node.target))
 
     @property
     def sites(self) -> list[Site]:
-        """The site of every module, each once: first the called ones, in the order of forward.
+        """The site of every module: what the module is, and how forward reaches it.
 
-        A module with several paths is named by the one that forward calls first.
+        Each module has one. The modules that forward calls come first, in the order of the calls.
+        A module with several paths has the path by which forward calls it first.
         """
         nodes = (*self.nodes, *self.alternative_nodes)
         called = [str(node.target) for node in nodes if node.op == "call_module"]
@@ -222,6 +255,7 @@ class Traced:
             read_shapes = [source.meta["shape"] for source in inputs(call)[:1]]
             shapes += [shape for shape in read_shapes if isinstance(shape, torch.Size)]
 
+        # A module inside of a scripted one (`opaque`) is hidden: its calls are not recorded.
         outer = next((outer for outer in self.opaque if path.startswith(f"{outer}.")), None)
         hidden: str | None = None
         if outer is not None:
@@ -239,18 +273,23 @@ class Traced:
         )
 
     def index(self, node: fx.Node) -> int:
-        """Return the position of `node` in the order of the forward pass.
+        """Return the position of `node` in the order of the forward pass, counted from 0.
 
-        Only positions within one record can be compared: nodes of alternative records come last.
+        If the forward was recorded on several paths, only the positions of nodes of one record can
+        be compared. The nodes of further records have the higher numbers.
         """
         return self._index[node]
 
     def above(self, node: fx.Node) -> int:
-        """Return the ancestors of `node`, and `node` itself, as a bit mask over `nodes`."""
+        """Return the nodes that the value of `node` is computed from, and `node` itself.
+
+        They are a bit mask: bit i is 1 if the node at position i (`index`) is one of them.
+        """
         return self._above[self._index[node]]
 
     def depends(self, node: fx.Node, on: fx.Node) -> bool:
         """Whether the value of `node` is computed from the value of `on`, or is that value."""
+        # `on` is among the ancestors of `node` if its bit is set in their mask.
         return bool(self.above(node) >> self._index[on] & 1)
 
     def depends_on_inputs(self, node: fx.Node) -> bool:
@@ -275,23 +314,41 @@ class Traced:
         return single(sources)
 
     def upwards(self, node: fx.Node | None) -> Iterator[fx.Node]:
-        """Yield the node and its ancestors along the signal: its `main_input`, then that one's."""
+        """Yield a node, then its `main_input`, then the main input of that node, and so on.
+
+        The main input carries the signal: it is the only input, or x in a gate x g(x). The walk
+        ends at a node without one, such as a sum.
+
+        Args:
+            node: The node to begin with. None yields nothing.
+        """
         while node is not None:
             yield node
             node = self.main_input(node)
 
     def module(self, node: fx.Node) -> nn.Module | None:
-        """Return the leaf module that `node` calls, or None if it calls a function or method."""
+        """Return the module that `node` calls, or None if the node is no call of a module.
+
+        The nodes of functions, methods, parameters, inputs and the output call none.
+        """
         if node.op != "call_module":
             return None
         return self.modules[str(node.target)]
 
     def linear(self, path: str) -> Linearity:
-        """Return the convolution or linear layer at `path`."""
+        """Return the module at `path`, which must be a convolution or a linear layer.
+
+        This is not checked. The return type tells the type checker of its weight and bias.
+        """
         return cast(Linearity, self.modules[path])
 
     def fetch(self, path: str) -> Tensor:
-        """Return the tensor at a path: a constant of the graph, or a tensor of a module."""
+        """Return the tensor that a `get_attr` node of the graph reads.
+
+        Args:
+            path: The node's target: the name of a constant that forward made, or the dotted path of
+                a parameter or buffer, such as `layer1.0.conv1.weight`.
+        """
         if path in self.constants:
             return self.constants[path]
         owner, _, name = path.rpartition(".")
@@ -321,7 +378,7 @@ def argument(node: fx.Node, position: int, *names: str, default: object = None) 
 def inputs(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose values `node` reads, in order, each once.
 
-    A node whose shape alone is read is no input.
+    A node is left out if only its shape or dtype is read, like y in `x.view_as(y)`.
     """
     if node.target in _LIKE:
         return []
@@ -331,7 +388,13 @@ def inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def listed(cat: fx.Node) -> list[fx.Node]:
-    """Return the nodes that a `torch.cat` joins, in order, with repetitions."""
+    """Return the nodes of the tensors that a `torch.cat` joins, in order.
+
+    A node appears as often as it is joined.
+
+    Args:
+        cat: The node of the `torch.cat`.
+    """
     joined = argument(cat, 0, "tensors")
     if not isinstance(joined, list | tuple):
         return []
@@ -357,14 +420,25 @@ def is_constant_mul(node: fx.Node) -> bool:
 
 
 def constant(node: fx.Node) -> float:
-    """Return the number by which `node` multiplies."""
+    """Return the number by which a node multiplies its tensor.
+
+    Args:
+        node: A product of one tensor and one number (`is_constant_mul`).
+    """
     return float(next(factor for factor in node.args if isinstance(factor, int | float)))
 
 
 def apply(
     traced: Traced, node: fx.Node, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> object:
-    """Return the result of the call that `node` records, made with other arguments."""
+    """Call the module, method or function of a node with other arguments, and return the result.
+
+    Args:
+        traced: The record of the network, which has its modules.
+        node: The node of the call.
+        args: The positional arguments. For a method, the first one is the tensor.
+        kwargs: The keyword arguments.
+    """
     if node.op == "call_module":
         return traced.modules[str(node.target)](*args, **kwargs)
     if node.op == "call_method":
@@ -374,14 +448,24 @@ def apply(
 
 
 class NodeReader:
-    """Tells whether a node of a record is a norm, a linear layer or an activation."""
+    """Answers what kind of layer a node of a recorded network calls.
+
+    Its methods tell norms, linear layers and activations.
+
+    Args:
+        traced: The recorded network.
+    """
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
         self.nodes = traced.nodes
 
     def on(self, mask: int) -> list[fx.Node]:
-        """Return the nodes in a bit mask (`Traced.above`), in order of the forward pass."""
+        """Return the nodes whose bits are 1 in a mask, in order of the forward pass.
+
+        Args:
+            mask: The mask, in which bit i stands for node i (`Traced.above`).
+        """
         # Take the lowest bit out of the mask until none is left.
         nodes = []
         while mask:
@@ -396,7 +480,10 @@ class NodeReader:
         return site is not None and site.is_norm
 
     def is_linear(self, node: fx.Node) -> bool:
-        """Whether a node calls a linear layer, or a module that cannot be looked into."""
+        """Whether a node calls a linear layer or convolution.
+
+        A scripted module, whose operations cannot be seen, counts as one.
+        """
         module = self.traced.module(node)
         if module is None:
             return False
