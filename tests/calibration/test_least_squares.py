@@ -32,12 +32,17 @@ from normswap.plan import Step
 from normswap.schemes import groupnorm
 from normswap.surgery import applying, conversion
 
+# torch says of an even kernel that it may copy its input.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
 CONVS: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3, "padding": 1},
     "strided": {"kernel_size": 3, "stride": 2, "padding": 1},
     "dilated": {"kernel_size": 3, "padding": 2, "dilation": 2},
     "grouped": {"kernel_size": 3, "padding": 1, "groups": 2},
     "same": {"kernel_size": 3, "padding": "same", "dilation": 2},
+    # Of an odd number of zeros, one more stands at the end.
+    "same, even": {"kernel_size": (2, 4), "padding": "same"},
     "pointwise": {"kernel_size": 1},
 }
 
@@ -91,6 +96,7 @@ def test_patches_are_what_the_layer_reads(kind: str) -> None:
     [
         (nn.Conv1d(4, 6, 3, 2, 1, groups=2), (17,)),
         (nn.Conv1d(4, 6, 4, padding="same", dilation=2), (9,)),
+        (nn.Conv1d(4, 6, 4, padding="same"), (9,)),
         (nn.Conv3d(4, 8, 3, (1, 2, 1), (0, 1, 2), groups=4), (5, 9, 8)),
         (nn.Conv3d(4, 2, (1, 3, 2), dilation=(2, 1, 1)), (3, 7, 5)),
     ],

@@ -292,6 +292,18 @@ def names(model: nn.Module) -> list[str]:
     return [fault.name for fault in diagnosis.faults]
 
 
+@pytest.mark.parametrize("excess", [-1.0, -1e-7, 1e-7, 0.9e-5])
+def test_a_variance_is_negative_where_it_has_no_root_with_eps(excess: float) -> None:
+    """Without a doubt: the network answers with NaN in this very case."""
+    net = settled(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)))
+    net[1].running_var[5] = excess - net[1].eps
+
+    found = names(net)
+
+    is_broken = bool(net(torch.randn(2, 3, 12, 12)).isnan().any())
+    assert ("negative-variance" in found) is is_broken is (excess < 0)
+
+
 def behind_a_relu() -> Any:
     net: Any = nn.Sequential(
         nn.Conv2d(3, 32, 3), nn.ReLU(), nn.BatchNorm2d(32), nn.Conv2d(32, 4, 1)

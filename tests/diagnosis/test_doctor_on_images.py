@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import zoo_networks
@@ -242,20 +244,47 @@ def test_a_healthy_network_has_no_fault_on_its_images_nor_on_few() -> None:
 
 
 def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
-    """Against sums written out: a first norm sees what its convolution makes of the images."""
+    """Against NumPy: a first norm sees what its convolution makes of the images, in four parts."""
     model = trained()
-    batches = images(model)
     norm = norms(model)[0]
     norm.running_mean.add_(norm.running_var.sqrt())
+    norm.running_var.mul_(3)
+    case = case_of(model, images(model))
 
-    first = drift.measured_drifts(case_of(model, batches))[0]
+    first = drift.measured_drifts(case)[0]
 
-    maps = model.get_submodule("0")(torch.cat(batches)).detach().double()
-    values = maps.transpose(0, 1).flatten(1)
-    shift = (values.mean(1) - norm.running_mean) / (norm.running_var + norm.eps).double().sqrt()
-    assert first.mean == pytest.approx(float(shift.abs().median()), rel=1e-3)
-    assert 0 < first.error < 0.1
+    assert case.images is not None
+    means, variances = (
+        np.array(each)
+        for each in zip(*(moments_of(model, part) for part in case.images.parts), strict=True)
+    )
+    stored_mean, stored_var = (
+        each.double().numpy() for each in (norm.running_mean, norm.running_var)
+    )
+    shifts = (means - stored_mean) / np.sqrt(stored_var + norm.eps)
+    ratios = np.log((variances + norm.eps) / (stored_var + norm.eps))
+    for value, error, by_part in (
+        (first.mean, first.error, shifts),
+        (first.log_var, first.log_error, ratios),
+    ):
+        assert value == pytest.approx(np.median(np.abs(by_part.mean(0))), rel=0.02)
+        standard_errors = by_part.std(0, ddof=1) / math.sqrt(len(by_part))
+        assert error == pytest.approx(np.median(standard_errors), rel=0.1)
+    assert np.allclose(first.seen[0], means.mean(0), rtol=1e-4, atol=1e-6)
+    assert np.allclose(first.seen[1], variances.mean(0), rtol=1e-4)
+    assert first.site.path == case.sites[0].path
     assert first.is_off
+
+
+def moments_of(model: nn.Module, calls: Iterable[Example]) -> tuple[Any, Any]:
+    """Mean and variance per channel of what the first convolution makes of some images."""
+    moments: list[tuple[Any, Any]] = []
+    for call in calls:
+        maps = model.get_submodule("0")(call.images).detach().double()
+        values = maps.transpose(0, 1).flatten(1).numpy()
+        moments.append((values.mean(1), values.var(1, ddof=1)))
+    means, variances = (np.mean(each, 0) for each in zip(*moments, strict=True))
+    return means, variances
 
 
 def case_of(model: nn.Module, batches: list[Tensor]) -> Case:

@@ -183,6 +183,29 @@ def test_one_value_at_a_small_size_of_our_own_is_no_reason_to_refuse() -> None:
     assert not normswap.inspect(network).site("6").sees_one_value
 
 
+class Levels(nn.Module):
+    """One norm for maps of several sizes, as heads of detectors have it."""
+
+    def __init__(self, sides: tuple[int, ...]) -> None:
+        super().__init__()
+        self.sides = sides
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        levels = [self.norm(nn.functional.adaptive_avg_pool2d(x, side)) for side in self.sides]
+        return torch.stack([level.mean((2, 3)) for level in levels]).sum(0)
+
+
+@pytest.mark.parametrize("sides", [(1,), (1, 1), (1, 4), (4, 1), (4, 2)], ids=str)
+def test_one_value_at_one_of_several_maps_is_no_reason_to_refuse(sides: tuple[int, ...]) -> None:
+    site = normswap.inspect(Levels(sides).eval(), maps()).site("norm")
+
+    assert [tuple(shape[2:]) for shape in site.shapes] == [(side, side) for side in sides]
+    assert site.sees_one_value is (max(sides) == 1)
+
+
 def test_a_norm_by_itself_has_a_site() -> None:
     tracked = site_of(nn.InstanceNorm1d(4, track_running_stats=True))
     assert tracked.is_batchnorm

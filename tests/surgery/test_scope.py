@@ -199,6 +199,24 @@ def test_a_fit_changes_nothing_outside(name: str, row: Row) -> None:
     assert_outside_stays(source, done.model, scope)
 
 
+# Every row of a scheme that fits values or resets weights.
+SETS_VALUES = [*FITTED, *(row for _, row in PLANNED if row.options.get("init", "keep") != "keep")]
+
+
+@pytest.mark.parametrize("row", SETS_VALUES, ids=str)
+def test_a_block_and_the_classifier_that_are_skipped_keep_their_values(row: Row) -> None:
+    scope: dict[str, Any] = {"skip": ["blocks.1", "head"]}
+    source = trained("pre" if row.scheme == "nf" else "post")
+    options = dict(row.options)
+    if row in FITTED:
+        options["calibrate"] = [images(6, 1), images(6, 2)]
+
+    done = normswap.convert(source, row.scheme, inputs=images(2), **scope, **options)
+
+    assert_outside_stays(source, done.model, scope)
+    assert distance(run(source, images(3, 7)), run(done.model, images(3, 7))) > 1e-6
+
+
 SIZE = (3, 33, 33)
 
 

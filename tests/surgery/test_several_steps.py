@@ -269,6 +269,19 @@ def test_an_earlier_step_that_rescales_blocks_counts_in_what_is_claimed(name: st
     assert claims.keeps_blocks is schemes.of(earlier).scheme.keeps_blocks
 
 
+@pytest.mark.parametrize("then", ["folded", "skipinit", "weightnorm"])
+def test_a_block_that_an_earlier_step_has_rescaled_may_change_again(then: str) -> None:
+    """The function stays, and is proved at the outputs alone."""
+    before = trained("resnet18")
+    scaled = normswap.convert(before, "residual-scale", inputs=images(2), rule="balduzzi")
+
+    after = normswap.convert(scaled, then, inputs=images(2))
+
+    assert any(error.relative_l2 > 1e-3 for error in scaled.report.sites)
+    assert after.report.verdict == "PROVED"
+    assert distance(run(before, images(3, 7)), run(after.model, images(3, 7))) <= 1e-10
+
+
 def test_what_each_step_says_is_said_of_all() -> None:
     """Notes and outcomes of an early step are no less the user's than those of the last one."""
     network = Network(source("batchnorm"), images(2))

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,41 @@ EXPECTED: dict[str, tuple[Schedule, Callable[[int], float]]] = {
 def test_learning_rates(name: str) -> None:
     schedule, expected = EXPECTED[name]
     assert rates(schedule) == pytest.approx([expected(update) for update in range(40)])
+
+
+def test_every_row_of_the_metrics_is_of_its_own_epoch(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is learned, and two looks at the clock are half a second apart."""
+    clock = itertools.count()
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 2))
+    rate = {"lr": 1e-12, "weight_decay": 0}
+    plan = recipe(images, optim=rate, schedule={"name": "constant"}, train={"epochs": 3})
+    model = network("skipinit")
+
+    rows = train(model, plan, tmp_path / "run").rows
+
+    before = evaluate(model, make_loader(model, str(images), workers=0))
+    measured = {
+        "top1": pytest.approx(before.top1),
+        "top5": pytest.approx(before.top5),
+        "val_loss": pytest.approx(before.loss, rel=1e-4),
+        "ema_top1": None,
+    }
+    nothing = dict.fromkeys(("lr", "train_loss", "images_per_s", "seconds"))
+    assert rows[0] == {"epoch": 0, "update": 0, **nothing, **measured}
+    # 40 images in five updates of 8, each of which takes half a second.
+    for epoch, row in enumerate(rows[1:], 1):
+        assert row == {
+            "epoch": epoch,
+            "update": 5 * epoch,
+            "lr": pytest.approx(1e-12),
+            "train_loss": pytest.approx(before.loss, rel=1e-4),
+            "images_per_s": pytest.approx(16),
+            "seconds": pytest.approx(2.5),
+            **measured,
+        }
+    assert len(rows) == 4
 
 
 def test_mixing_ends_at_its_epoch() -> None:
