@@ -77,9 +77,10 @@ class ChannelAffine(PlannedLayer, OwnLayer):
 
 
 class ChannelBias(PlannedLayer, OwnLayer):
-    """A pre-activation norm without its scale: y = act(sign * x + bias), per channel.
+    """What is left of a norm y = act(s x + t) whose scale |s| moved into the next convolution.
 
-    `sign` is a fixed buffer of -1, 0 or 1. It is present only where some gamma was not positive.
+    It computes y = act(sign * x + bias) per channel, with bias = t / |s|. `sign` is a fixed buffer
+    of -1, 0 or 1 per channel. It is None if all signs of s are 1.
     """
 
     AFFINE = PER_CHANNEL = True
@@ -112,9 +113,10 @@ class ChannelBias(PlannedLayer, OwnLayer):
         """Return the layer that computes sign * x + t / |s| where the norm `old` is s * x + t.
 
         Args:
-            old: The norm. The convolution behind it absorbs |s|.
+            old: The norm. The convolution after it absorbs |s|.
             like: An empty tensor with the dtype and device of the new tensors.
-            signed: Whether the layer keeps the signs of s.
+            signed: Whether the layer multiplies by the signs of s. Without them it computes
+                x + t / |s|, which is enough if all signs are 1.
         """
         _, sign, shift = affine.split(old, like.dtype)
         kept_sign = sign.to(like) if signed else None

@@ -24,7 +24,11 @@ from normswap.sites.known_norms import KINDS, NormKind, Statistics
 
 
 class DynamicTanh(PlannedLayer, OwnLayer):
-    """y = act(weight * tanh(alpha * x) + bias), with one alpha, weight and bias per channel."""
+    """Dynamic Tanh, in place of a norm: y = act(weight * tanh(alpha * x) + bias).
+
+    The layer has a single alpha, and a weight and bias for each channel. `act` is the activation
+    that the norm applied, or the identity if it applied none.
+    """
 
     NORMALIZES = True
     PARTNER = "Whitened"
@@ -53,7 +57,8 @@ class DynamicTanh(PlannedLayer, OwnLayer):
     ) -> nn.Module:
         """Return the Dynamic Tanh that fits a BatchNorm best, as a layer for standardized input.
 
-        It has the BatchNorm's beta, and the BatchNorm's gamma times `gain`.
+        It has the BatchNorm's beta. Its weight is the BatchNorm's gamma times the factor with which
+        a tanh of standardized input is closest to that input (`gain`).
 
         Args:
             old: The BatchNorm.
@@ -79,15 +84,22 @@ class Whitened(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: Linearity, norm: nn.Module, *, like: Tensor) -> nn.Module:
-        """Return a copy of `old` that standardizes its output by the norm's statistics."""
+        """Return a copy of a convolution whose output is standardized by a norm's statistics.
+
+        Args:
+            old: The convolution.
+            norm: The BatchNorm behind it, which has the mean and variance of its output.
+            like: Not used.
+        """
         scale, offset, _, _ = _standardization(norm)
         return rescaled(old, scale, offset)
 
 
 class Straight(PlannedLayer):
-    """A `DynamicTanh` without the tanh: act(gamma x^ + beta), with the standardized input x^.
+    """A `DynamicTanh` without the tanh: y = act(gamma x^ + beta).
 
-    The BatchNorm in its place computed the same.
+    x^ is the input, which the layer in front standardizes. So y equals the output of the BatchNorm
+    that was replaced.
     """
 
     @classmethod
@@ -124,11 +136,12 @@ def gain(alpha: float) -> float:
 
 
 def gains(alpha: float, factors: Tensor) -> Tensor:
-    """Return the `gain` of each channel, (C,), if the channels are also multiplied by factors.
+    """Return for each channel the factor g with which g tanh(alpha f u) fits u best (`gain`).
 
     Args:
         alpha: The factor inside the tanh.
-        factors: The number (C,) that each channel's input is also multiplied by.
+        factors: The factor f of each channel, (C,), by which the input of its tanh is multiplied as
+            well.
     """
     by_channel = [gain(alpha * factor) for factor in factors.tolist()]
     return torch.tensor(by_channel, dtype=torch.float64).to(factors)

@@ -74,7 +74,12 @@ class Merged(PlannedLayer):
 
 
 def _map_by_channel(module: nn.Module, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return s and t of an affine module, each (O,), on the device of the weight (O, ...)."""
+    """Return s and t of a module y = s x + t, one number each for every filter of a convolution.
+
+    Args:
+        module: The module, such as a BatchNorm or a `ChannelAffine`.
+        weight: The weight (O, ...) of the convolution, on whose device both are returned.
+    """
     scale, shift = affine.read_map(module)
     channels = len(weight)
     return scale.to(weight.device).expand(channels), shift.to(weight.device).expand(channels)

@@ -139,10 +139,10 @@ class Rescaled(PlannedLayer):
 
 
 class Recentred(PlannedLayer):
-    """The BatchNorm adapted to an input that the layer in front of it has rescaled.
+    """A BatchNorm whose statistics and gamma undo a rescaling of its input.
 
-    That layer is a `Rescaled` convolution, or a lead: a `ChannelAffine` put in front of the norm.
-    Together with the norm it computes what convolution and norm computed before.
+    The layer in front of the norm rescales the input. It is a convolution (`Rescaled`), or a lead:
+    a `ChannelAffine` that was put in front of the norm. The output is what it was before.
     """
 
     @classmethod

@@ -58,7 +58,10 @@ class Chain(Holder):
         self.then = then
 
     def forward(self, x: Tensor) -> Tensor | float:
-        """Map (N, C, ...) to the output of `then`: a tensor, or the number 0 of a `merged.Zero`."""
+        """Run the first layer on x (N, C, ...), and `then` on the result.
+
+        The output is that of `then`: a tensor, or the number 0 if `then` is a `merged.Zero`.
+        """
         output: Tensor | float = self.then(self.inner(x))
         return output
 
@@ -67,7 +70,7 @@ class OpenChain(Chain):
     """A `Chain` whose first layer takes more than one argument, such as a conditional norm."""
 
     def forward(self, *args: Tensor, **named: Tensor) -> Tensor | float:
-        """Map the arguments of the first layer to the output of `then`."""
+        """Run the first layer on all arguments, and the second layer, `then`, on the result."""
         output: Tensor | float = self.then(self.inner(*args, **named))
         return output
 
@@ -85,8 +88,8 @@ def chained(inner: nn.Module, then: nn.Module) -> Chain:
 class Copy(PlannedLayer, OwnLayer):
     """Returns a copy of its input, which the next layer may overwrite.
 
-    Behind a module with backward hooks this is needed: autograd forbids that the output of such a
-    module is overwritten.
+    The copy is needed behind a module with backward hooks, because autograd forbids to overwrite
+    the output of a hooked module.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +105,12 @@ class OutOfPlace(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module, *, like: Tensor) -> nn.Module:
-        """Return a copy of the activation or dropout that does not write into its input."""
+        """Return a copy of `old` that does not write into its input.
+
+        Args:
+            old: The activation or dropout.
+            like: Not used, since the copy needs no new tensor.
+        """
         return out_of_place(copying.duplicate(old, {}))
 
 
@@ -160,12 +168,16 @@ class Dropped(PlannedLayer, Holder):
 
 
 class Number(PlannedLayer):
-    """Sets an attribute that a module reads in its forward: a number or a scalar parameter.
+    """A number in place of an attribute that a module reads in its forward, such as a factor.
 
-    With the value None the attribute is switched off.
+    The attribute may have been a number or a scalar parameter. It becomes None instead, if the
+    module's forward leaves out the factor then.
     """
 
     @classmethod
     def replacing(cls, old: object, *, like: Tensor, value: float | None) -> float | None:
-        """Return the value that the attribute gets. None switches it off."""
+        """Return `value`, which the attribute `old` of a module becomes.
+
+        None is for an attribute whose module leaves out a step of its forward then.
+        """
         return value

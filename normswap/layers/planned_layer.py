@@ -87,10 +87,12 @@ class PlannedLayer:
 
     @classmethod
     def invert(cls, *args: Any, **kwargs: Any) -> None:
-        """Change the source so that `replacing` gives the trained layer: `invert(old, now, reads)`.
+        """Set tensors of the source network so that converting it again gives the trained layer.
 
-        `unfold` calls it after training. It sets tensors of the source's layer `old`, and of the
-        source's norms `reads`, in place. `now` is the trained layer that took the place of `old`.
+        `unfold` calls it after training, as `invert(old, now, reads)`. `old` is the layer of the
+        source, and `now` the trained layer that took its place. `reads` are the modules of the
+        source, such as norms, that `now` has absorbed. The tensors of `old` and of `reads` are set,
+        in place.
 
         Raises:
             RefusedError: No tensor of the source can take up what was learned.

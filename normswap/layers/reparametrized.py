@@ -189,7 +189,10 @@ def is_reparametrized(module: nn.Module) -> bool:
 
 
 def _has_known_parametrization(module: nn.Module) -> bool:
-    """Whether only the weight is parametrized, by weight norm, spectral norm or `Gain` alone."""
+    """Whether a layer's parametrizations are of the weight alone, and of known classes.
+
+    Known are torch's weight norm and spectral norm, and `Gain`, a scalar that multiplies a weight.
+    """
     parametrized = dict(module.get_submodule("parametrizations").named_children())
     if list(parametrized) != ["weight"]:
         return False

@@ -87,7 +87,10 @@ class Scale(PlannedLayer, OwnLayer):
 
 
 class FixedScale(Scale):
-    """One scalar that does not learn: y = alpha x. It holds the a or b of a residual scaling."""
+    """One scalar that does not learn: y = alpha x.
+
+    It is a constant of a residual block y = a x + b f(x), for instance: the factor a or b.
+    """
 
     def __init__(self, alpha: float, *, bias: bool = False, like: Tensor | None = None) -> None:
         super().__init__(alpha, bias=bias, like=like)

@@ -153,14 +153,20 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         std: Deviations = None,
         settings: Record | None = None,
     ) -> SiteNorm:
-        """Return the BatchNorm that computes what `old` does, for inputs of any size.
+        """Return a `SiteNorm` that computes what `old` does, for any number of dimensions.
 
         Without `mean` and `std`, `old` is a norm and its tensors are kept. With `mean` and `std`,
         `old` is y = s x + t: the identity, or a ChannelBias or ChannelAffine. A norm with any mean
         and variance computes s x + t if gamma = s sqrt(var + eps) and beta = t + s mean (Ioffe &
         Szegedy, section 3).
 
-        The arguments are documented at `replacing`.
+        Args:
+            old: The norm, or the layer that stands where a norm was.
+            like: An empty tensor with the model's dtype and device, used if `old` has no tensor.
+            ghost: The number of samples that share their statistics in training. 0 means all.
+            mean: The measured mean of the norm's input, per channel.
+            std: The measured deviation of the norm's input, per channel.
+            settings: Eps, momentum and number of batches that the norm had before.
         """
         # The settings of the norm that stood there before, or torch's defaults where none is known.
         recorded: Body = {

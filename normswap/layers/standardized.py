@@ -103,6 +103,7 @@ def set_effective(conv: nn.Module, weight: Tensor) -> None:
     mean = weight.mean(within_filter, keepdim=True)
     variance = (weight - mean).square().mean(within_filter, keepdim=True)
 
+    # The gain times scale is the filter's standard deviation, by which the layer divides.
     layer.weight.copy_(weight - mean)
     layer.gain.copy_((variance + layer.eps).sqrt() / layer.scale)
     if keeps_mean(layer):
@@ -143,7 +144,11 @@ def scale_filters(layer: nn.Module, factor: Tensor) -> None:
 
 
 class StandardizedConv(PlannedLayer):
-    """A convolution that has absorbed its neighbours (`Folded`), with standardized filters."""
+    """A convolution that has absorbed its neighbours, such as norms, with standardized filters.
+
+    Each filter is gain scale (v - mean v) / sqrt(var v + eps), plus perhaps a mean. `scale` and
+    `eps` are constants. v, the gain and the mean are parameters.
+    """
 
     @classmethod
     def replacing(

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class TunedOptions(FoldFactors, KnownMoments, total=False):
-    """The options of `folded` that concern the layer alone, and of `SiteNorm.replacing`."""
+    """The keyword arguments of `Tuned.replacing`: how a convolution is folded, and its norm.
+
+    `gain`, `in_gain`, `bake` and `centred` are options of `folded`. `mean`, `std` and `settings`
+    are options of `SiteNorm.replacing`.
+    """
 
 
 class Tuned(PlannedLayer):
@@ -39,7 +43,8 @@ class Tuned(PlannedLayer):
             old: The convolution.
             reads: The norm behind it, and the neighbours that are folded.
             like: An empty tensor of the model's dtype. If that is float64, so is the result.
-            takes: `NORM` for the norm, another mode for each neighbour that is folded.
+            takes: How each of `reads` is absorbed, in their order. It is `AbsorbMode.NORM` for the
+                norm, and another mode for a neighbour that is folded.
             options: Options of `folded` and of `SiteNorm.replacing`.
         """
         # The norm becomes part of the layer; the neighbours are folded into its weight.

@@ -98,7 +98,10 @@ class SpectralNorm(PlannedLayer):
 
 
 def _filter_dim(layer: nn.Module) -> int:
-    """Return the weight's dimension that counts filters: 0, or 1 if the layer is transposed."""
+    """Return the dimension of a linear layer's weight along which its filters lie.
+
+    It is 1 for a transposed convolution, and 0 for any other layer.
+    """
     return int(getattr(layer, "transposed", False))
 
 

@@ -166,12 +166,14 @@ def has_average(module: nn.Module) -> bool:
     computes in float32 whatever its input is, cannot be replaced.
     """
     kind = known_norms.kind_of(module)
+    # `single` says that the norm computes in float32 whatever its input is.
     if kind is None or kind.dim != 1 or kind.single:
         return False
     if kind.statistics not in (Statistics.SAMPLE, Statistics.POSITION):
         return False
 
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    # `is_believed` says that the forward is that of a known class.
     return known_norms.is_believed(module) and not has_hooks
 
 

@@ -42,7 +42,10 @@ NormClass = TypeVar("NormClass", bound=type[nn.Module])
 
 
 class BatchNorm(Protocol):
-    """The tensors of a norm with population statistics, each (C,)."""
+    """A norm that has the attributes of torch's BatchNorm. Each tensor is (C,).
+
+    `weight` is gamma and `bias` is beta. A norm that has none holds None.
+    """
 
     weight: Tensor | None
     bias: Tensor | None
@@ -51,7 +54,11 @@ class BatchNorm(Protocol):
 
 
 class Statistics(Enum):
-    """Where a norm takes its statistics from, in eval mode or in training."""
+    """The values whose mean and variance normalize the input of a norm.
+
+    A norm may have one member for eval mode and another for training. `NONE` is for a norm that a
+    user registered with a scale and shift, and without a mean and variance.
+    """
 
     POPULATION = "kept from training"
     BATCH = "of each batch"
@@ -296,12 +303,16 @@ class Roles:
     eps: float
 
     def mean_and_variance(self, module: nn.Module) -> Pair:
-        """Return the running mean and variance of a module with these roles, each (C,)."""
+        """Return the running mean and variance that a module keeps under these names, each (C,)."""
         tensors = _owned(module)
         return tensors[self.mean], tensors[self.variance]
 
     def scale_and_shift(self, module: nn.Module) -> Pair:
-        """Return s and t of y = s * x + t of a module with these roles, each (C,), in float64."""
+        """Return s and t of y = s * x + t in eval mode, each (C,), in float64.
+
+        Args:
+            module: A module that keeps a BatchNorm's tensors under these names.
+        """
         mean, variance = self.mean_and_variance(module)
         tensors = _owned(module)
         scale = tensors[self.weight].double() * torch.rsqrt(variance.double() + self.eps)
@@ -504,6 +515,8 @@ def _normalized(x: Tensor, dim: int, kind: NormKind, vectors: Mapping[str, Tenso
     if kind.centres:
         channels_last = channels_last - channels_last.mean(-1, keepdim=True)
 
+    # The root mean square of centred values is their standard deviation. So RMSNorm's formula gives
+    # a LayerNorm, too.
     gamma = vectors["weight"]
     y = F.rms_norm(channels_last, gamma.shape, gamma, kind.eps)
     if "bias" in vectors:

@@ -31,7 +31,7 @@ _EXTRA_POSITIONS = (5, 8)
 
 
 class _ConvolutionCalled(Exception):  # noqa: N818 - a signal, no error
-    """A convolution was called."""
+    """Ends the forward of a layer at its first call of a convolution, when the call is recorded."""
 
 
 class _FirstConvolution(TorchFunctionMode):
@@ -183,7 +183,8 @@ def _is_as_stated(
 def pads(layer: _ConvNd) -> bool:
     """Whether a convolution pads its input, for some size of the input.
 
-    The layer has torch's forward, or one that `computes` accepts.
+    Args:
+        layer: A convolution that runs torch's forward, or that `computes` has accepted.
     """
     if not is_own(layer):
         return layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))

@@ -61,7 +61,7 @@ class BranchScale(Protocol):
 
     @property
     def learns(self) -> bool:
-        """Whether training changes alpha."""
+        """Whether alpha, the number that multiplies the input, is a parameter that learns."""
 
 
 def scales_branch(module: object) -> TypeGuard[BranchScale]:

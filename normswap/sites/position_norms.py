@@ -41,11 +41,13 @@ def channel_dim(module: nn.Module) -> int | None:
     always computes in float32, and for a norm that applies an activation.
     """
     kind = kind_of(module)
+    # `single` says that the norm always computes in float32.
     if kind is None or kind.statistics is not Statistics.POSITION or kind.single:
         return None
     if "forward" in vars(module):
         return None
-    # The norm was measured (`known_norms.measured_at_each_position`).
+    # An eps in the record says that a trial run has found the kind of this norm, with its dimension
+    # (`known_norms.measured_at_each_position`).
     if kind.eps is not None:
         return kind.dim
 

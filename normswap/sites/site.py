@@ -75,12 +75,18 @@ class Site:
 
     @property
     def statistics(self) -> Statistics | None:
-        """Where the norm takes its statistics from in eval mode. None if the module is no norm."""
+        """The member of `Statistics` that says what normalizes the input in eval mode.
+
+        It is None if the module is no norm.
+        """
         return None if self.norm is None else self.norm.statistics
 
     @property
     def statistics_in_training(self) -> Statistics | None:
-        """Where the norm takes its statistics from in training mode. None if it is no norm."""
+        """The member of `Statistics` that says what normalizes the input in training mode.
+
+        It is None if the module is no norm.
+        """
         if self.norm is None or self.is_frozen:
             return self.statistics
         return self.norm.training or self.statistics
@@ -119,7 +125,10 @@ class Site:
 
     @property
     def learns_statistics(self) -> bool:
-        """Whether training measures the running mean and variance of the module's input."""
+        """Whether the module is a BatchNorm or InstanceNorm of torch's that has running statistics.
+
+        Training updates these from the module's input.
+        """
         if not isinstance(self.module, (_BatchNorm, _InstanceNorm)):
             return False
         return self.module.running_mean is not None and self.module.running_var is not None
@@ -305,6 +314,7 @@ class Site:
         """
         if self.lacks_batch:
             return "it reads single samples, without a batch dimension"
+        # `holder` is the module that has this one as an attribute.
         if self.holder is not None and _is_prepared_for_qat(self.holder):
             return (
                 f"the {type(self.holder).__name__} around it folds it anew in each forward, for"
@@ -317,7 +327,8 @@ class Site:
             return f"{self.tensor_read} is read in forward, not only by the norm itself"
         if self.tensor_read:
             return f"forward reads {self.tensor_read} by itself and does not call the module"
-        # A module that is not called may be inside one that could not be recorded.
+        # A module that is not called may be inside one that could not be recorded. `hidden` has the
+        # reason then, and is None otherwise.
         if not self.called:
             return self.hidden
         return None
