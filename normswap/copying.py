@@ -50,6 +50,7 @@ def tree(model: nn.Module) -> dict[str, nn.Module]:
         modules[path] = module
 
         children = [(name, child) for name, child in module._modules.items() if child is not None]
+        # The last entry is taken first, so the children are reversed to be visited in their order.
         pending += [(dotted(path, name), child) for name, child in reversed(children)]
     return modules
 
@@ -75,10 +76,10 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def twin(model: Module) -> Module:
-    """Return a copy of a network in eval mode for one run. It shares the parameters of `model`.
+    """Return a copy of a network in eval mode, for one forward pass. It shares the parameters.
 
-    Buffers and attributes are copied, so that the run does not change those of `model`. Only
-    attributes that are plain tensors are shared.
+    Buffers and attributes are copied, so that the forward pass does not change those of `model`.
+    Attributes that are plain tensors, neither parameters nor buffers, are shared.
     """
     copied = _copy(model, {}, _share_parameter, deep=False)
     for module in tree(copied).values():
@@ -221,7 +222,7 @@ def _clone_tensor(tensor: Tensor, memo: Memo) -> Tensor:
 
     Args:
         tensor: The parameter or buffer.
-        memo: The copies so far, by the original's `id`, as `copy.deepcopy` keeps them.
+        memo: The copies so far, by the original's `id`. `copy.deepcopy` takes and extends it.
     """
     # In an expanded tensor, one number in memory stands in several places (stride 0), and torch
     # would refuse to write to it. So its copy gets memory for each place.
@@ -263,16 +264,18 @@ def _copied_entries(table: dict[Any, Any], memo: Memo, deep: bool) -> dict[Any, 
 
 
 def _copied(value: Any, memo: Memo, deep: bool) -> Any:
-    """Return the copy of an attribute's value, whatever it is.
+    """Return the copy of the value of a module's attribute, whatever class it is of.
 
     Args:
         value: The value.
-        memo: The copies so far, by the original's `id`.
-        deep: Whether a tensor is copied too. Otherwise it is shared.
+        memo: The copies so far, by the original's `id`. The copies that are made here are added.
+        deep: Whether a tensor is copied too. Otherwise the copy shares it.
     """
     kind = type(value)
+    # Numbers, functions and other values that never change need no copy.
     if kind in _ATOMS:
         return value
+    # An object that stands in two places has one copy, as has a module or a parameter.
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, Tensor) and not deep:
@@ -300,5 +303,5 @@ def _copied(value: Any, memo: Memo, deep: bool) -> Any:
         arguments = _copied(value.args, memo, deep)
         keywords = _copied(value.keywords, memo, deep)
         return functools.partial(function, *arguments, **keywords)
-    # What cannot be copied is shared.
+    # Any other object is copied by Python's `copy.deepcopy`. If that fails, the copy shares it.
     return memo[id(value)] if _deepcopied(value, memo) else value

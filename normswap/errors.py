@@ -71,13 +71,16 @@ def called(name: str) -> str:
 
 
 def spelled(name: str, value: object = None, *, metavar: str = "") -> str:
-    """Return an option as the reader has to write it: `--calibrate DATA`, or `calibrate=DATA`.
+    """Return an option as the reader of a message has to write it.
+
+    On the command line it is `--calibrate DATA`, and in Python `calibrate=DATA`.
 
     Args:
         name: The option's name in Python.
         value: The value to write behind the name. A list repeats the option.
         metavar: A placeholder to write instead of a value, such as `DATA`.
     """
+    # Is the message for somebody who calls normswap from Python?
     if not _TYPED.get():
         return f"{name}={metavar or _as_python(value)}"
     if isinstance(value, list):
@@ -108,6 +111,7 @@ def near(name: str, names: Iterable[str], otherwise: str = "", most: int = 3) ->
         otherwise: The remedy if no name is alike.
         most: How many names are suggested at most.
     """
+    # Only the beginning of a very long name is compared, because comparing takes time.
     matches = difflib.get_close_matches(name[:100], list(names), most)
     if not matches:
         return otherwise
@@ -210,7 +214,12 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def _visible(character: str, *, lines: bool) -> str:
-    """Return a character, or its escape if the character is not visible."""
+    """Return a character, or its escape if the character is not visible.
+
+    Args:
+        character: The character.
+        lines: Whether line breaks and tabs are returned as they are.
+    """
     if character.isprintable() or (lines and character in "\n\t"):
         return character
     # A blank, such as a no-break space, is harmless: it moves neither the cursor nor other letters.
@@ -240,7 +249,7 @@ class SourceError(NormswapError):
 
 
 class TraceError(NormswapError):
-    """The model does not run on the example, or its forward does what cannot be recorded."""
+    """The network does not run on an example input, or its forward cannot be recorded."""
 
 
 class PlanError(NormswapError):

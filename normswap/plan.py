@@ -57,7 +57,10 @@ class Arch(_Record):
     builder: str = "timm"
 
     def __str__(self) -> str:
-        """Return name and arguments. A long argument is cut off."""
+        """Return the architecture as text, such as `resnet18(num_classes = 10)`.
+
+        An argument that is longer than a line is cut off.
+        """
         shown: list[str] = []
         for key, value in self.kwargs.items():
             pair = f"{key} = {value}"
@@ -91,18 +94,21 @@ class AbsorbMode(str, Enum):
 
     @property
     def precedes(self) -> bool:
-        """Whether the neighbour stands before the layer."""
+        """Whether this formula is for a neighbour, such as a norm, that stands before the layer.
+
+        The layer takes the scale and shift of the neighbour into its own weights.
+        """
         return self in (AbsorbMode.BEFORE, AbsorbMode.BEFORE_MAGNITUDE, AbsorbMode.BEFORE_SHIFT)
 
 
 @dataclass(frozen=True)
 class Absorption(_Record):
-    """How a layer takes a neighbour's scale and shift into its own weights.
+    """How a layer takes the scale and shift of a neighbour, such as a norm, into its own weights.
 
     Args:
         way: The formula for the new weights.
-        part: The first of the neighbour's channels that is used, and the one behind the last. None
-            means all channels.
+        part: The channels of the neighbour that are used: the index of the first one, and the index
+            behind the last one. None means all channels.
     """
 
     way: AbsorbMode
@@ -110,7 +116,10 @@ class Absorption(_Record):
 
     @property
     def channels(self) -> slice:
-        """The neighbour's channels that are used, as a slice."""
+        """The slice of a neighbour's channels that a layer takes into its own weights.
+
+        The neighbour is a module such as a norm.
+        """
         if self.part is None:
             return slice(None)
         return slice(*self.part)
@@ -167,29 +176,35 @@ class Edit(_Record):
 
     @property
     def absorbed(self) -> tuple[tuple[str, Absorption], ...]:
-        """Every neighbour that enters the layer's weights: its path, and by which formula.
+        """The modules, such as norms, that the new layer takes into its own weights.
 
-        Empty if the edit has no `takes`: then the layer uses its neighbours in a way of its own.
+        Each is a pair: the dotted path of the module, and the formula by which it is taken in. The
+        tuple is empty if the edit states no formulas (`takes`). Then the new layer uses the modules
+        that it reads in a way of its own.
         """
         # Without `takes` there are no pairs, although `reads` may be longer.
         return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
 
     @property
     def arguments(self) -> Body:
-        """The keyword arguments with which the layer's classmethod `replacing` builds it."""
+        """The keyword arguments with which the new layer is built.
+
+        They are passed to the classmethod `replacing` of the layer's class.
+        """
+        # Only layers that take other modules into their weights have an argument `takes`.
         if not self.takes:
             return self.args
         return {**self.args, "takes": self.takes}
 
     @property
     def depth(self) -> int:
-        """How many levels below `path` the first of the modules that run there lies.
+        """The number of `.inner` behind `path` that lead to the module that runs first there.
 
-        The first module is the old one if it stays (`keep`), or else the replacement. Each layer
-        behind it holds all that runs before as its attribute `inner`, so it adds one level: with
-        `keep` and one layer in `then`, the old module lies at `path.inner.inner`.
+        It is the old module if the old one stays (`keep`), or else the replacement. Each layer that
+        runs later holds all earlier ones as its attribute `inner`. So with `keep` and one layer in
+        `then`, the old module lies at `path.inner.inner`, and the depth is 2.
         """
-        # `keep` counts as one level.
+        # With `keep`, the replacement holds the old module as `inner`. That is one level.
         return self.keep + len(self.then)
 
 
@@ -253,16 +268,16 @@ class Plan:
     made_for: str = field(default="", compare=False)
 
     def __deepcopy__(self, memo: object) -> Plan:
-        """Return the plan itself, which never changes: copies of a network share it."""
+        """Return the plan itself, so that copies of a network share it. A plan never changes."""
         return self
 
     def then(self, step: Step) -> Plan:
-        """Return the plan with one more step at its end."""
+        """Return a new plan, which has one more step (one conversion) at its end."""
         return Plan((*self.steps, step))
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """The edits of all steps, in order."""
+        """The edits (replacements of modules) of all steps of the plan, in order."""
         return tuple(itertools.chain.from_iterable(step.edits for step in self.steps))
 
     @functools.cached_property
@@ -318,7 +333,8 @@ class Plan:
             origin: The name of the plan in errors, such as its file's.
 
         Raises:
-            PlanError: The text is no plan, has an unknown key, or exceeds a bound.
+            PlanError: The text is no plan, has an unknown key, or is larger than any plan of a
+                conversion.
         """
         try:
             body = reading.parse_json(text)

@@ -47,10 +47,11 @@ class Provenance:
 
     @functools.cached_property
     def original_paths(self) -> tuple[str, ...]:
-        """The paths of the replaced norms that have running statistics, in the order of `norms`.
+        """The paths of those replaced norms of the network that have running statistics.
 
-        Norms of merged branches are left out, as nothing in the network has their statistics any
-        more.
+        They are in the order in which the provenance holds the norms' tensors. Norms of branches
+        that were added up to one convolution are left out, because nothing in the network has
+        their statistics any more.
         """
         # Each norm with statistics has a tensor such as `layer1.0.bn1.running_mean`.
         suffix = ".running_mean"
@@ -59,22 +60,24 @@ class Provenance:
 
     @functools.cached_property
     def merged_paths(self) -> frozenset[str]:
-        """The paths of modules that went into a sum of parallel branches.
+        """The paths of the modules that conversions have merged into one sum of parallel branches.
 
         These are the convolutions that were added up to one, and the modules, such as norms, that
         had been folded into them.
         """
+        # Each edit of the plan has replaced one module by a layer that is built from others (its
+        # `reads`).
         edits: list[Edit] = []
         for step in self.plan.steps:
             edits += step.edits
 
-        # The convolutions that absorbed other terms of a sum, and the modules that they read.
+        # The convolutions to which others were added (`SUM`), and the others, which they read.
         merged: set[str] = set()
         for edit in edits:
             if any(absorption.way is AbsorbMode.SUM for absorption in edit.takes):
                 merged.update((edit.path, *edit.reads))
 
-        # What these modules had absorbed themselves, such as the norms behind them.
+        # The modules that had been folded into these convolutions, such as the norms behind them.
         absorbed: set[str] = set()
         for edit in edits:
             if edit.path in merged:

@@ -42,7 +42,7 @@ _VALUES = (int, float, datetime.date, type(None))
 
 
 class UnreadableError(ValueError):
-    """The reason why a file or a text is not read, in one line."""
+    """A file or a text cannot be read, or must not be. The message says why, in one line."""
 
 
 def file_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
@@ -94,7 +94,8 @@ def parse_json(text: str, *, finite: bool = True) -> object:
         finite: Whether NaN and Infinity are refused.
 
     Raises:
-        UnreadableError: The text is no JSON, names a key twice, or exceeds a bound of this module.
+        UnreadableError: The text is no JSON, an object in it has a key twice, or it is too long, is
+            nested too deep, or has too many values or a number of too many digits.
     """
     if len(text) > MOST_BYTES:
         raise UnreadableError(f"it has more than {MOST_BYTES} characters")
@@ -134,7 +135,8 @@ def parse_yaml(text: str) -> object:
     are let through. The caller validates the data afterwards, and its errors name the key.
 
     Raises:
-        UnreadableError: The text is no YAML, names a key twice, has an alias, or exceeds a bound.
+        UnreadableError: The text is no YAML, has a key twice or an alias, is too long, is nested
+            too deep, or has too many values or a number of too many digits.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError
@@ -185,7 +187,7 @@ def _check_events(text: str) -> None:
 
 
 def check_plain(tree: object, *, finite: bool = True) -> None:
-    """Raise UnreadableError unless nested data is plain and keeps the bounds of this module.
+    """Raise UnreadableError unless nested data is plain, and neither too deep nor too large.
 
     Plain data are text, numbers, booleans, null, lists and objects. Dates, which YAML has, are let
     through: the caller validates the data afterwards.
@@ -195,7 +197,8 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
         finite: Whether NaN and infinite numbers are refused.
 
     Raises:
-        UnreadableError: The tree holds a value of another kind, or exceeds a bound of this module.
+        UnreadableError: The data holds a value of another kind, is nested too deep, or has too many
+            values or a number of too many digits.
     """
     # A stack, not a recursion, so that no depth is too large. Each entry is a value, where it
     # stands (for messages), and its level.
@@ -220,7 +223,9 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
 
 
 def _where(place: _Place) -> str:
-    """Return where a value stands in a tree, as text: `norms[3].path`, or `it` for the whole tree.
+    """Return where a value stands in nested data, as text such as `norms[3].path`.
+
+    The text for the whole data is `it`.
 
     Args:
         place: The keys that lead to the value, the last one first.
@@ -234,11 +239,13 @@ def _where(place: _Place) -> str:
 
 
 def _check_value(value: object, place: _Place, *, finite: bool) -> None:
-    """Refuse a value that is no text, bounded number, boolean, date or null.
+    """Raise UnreadableError for a value that is no text, number, boolean, date or null.
+
+    A number of too many digits is refused, too.
 
     Args:
         value: The value.
-        place: Where the value stands in the tree, for the message.
+        place: Where the value stands in the nested data, for the message.
         finite: Whether NaN and infinity are refused.
     """
     if isinstance(value, str):
@@ -253,11 +260,11 @@ def _check_value(value: object, place: _Place, *, finite: bool) -> None:
 
 
 def _check_key(key: object, place: _Place) -> None:
-    """Refuse a key that is neither a valid text nor a number nor null.
+    """Raise UnreadableError for a key that is neither a valid text nor a number nor null.
 
     Args:
         key: The key.
-        place: Where the object that has the key stands in the tree, for the message.
+        place: Where the object that has the key stands in the nested data, for the message.
     """
     if not isinstance(key, _KEYS):
         raise UnreadableError(f"a key in {_where(place)} is no text")
@@ -316,7 +323,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def _whole_number(digits: str) -> int:
-    """Return the whole number that these digits write.
+    """Return the whole number that a text of digits stands for.
 
     Raises:
         UnreadableError: There are too many digits.

@@ -40,34 +40,48 @@ class Example:
     kwargs: dict[str, object] = field(default_factory=dict)
 
     def call(self, model: nn.Module) -> object:
-        """Run the network with these arguments and return its output."""
+        """Return the output of a network for the arguments that this object holds."""
         return model(*self.args, **self.kwargs)
 
     def call_on_copies(self, model: nn.Module) -> object:
-        """Run the network with copies of these tensors, as a forward may write into its input."""
+        """Return the output of a network for copies of the tensors that this object holds.
+
+        A forward may write into its input. Then it writes into the copies.
+        """
         return self.map(torch.clone).call(model)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """Return a copy of the call in which `change` replaces every tensor."""
+        """Return the arguments of a network with another tensor in place of every tensor.
+
+        Args:
+            change: Takes a tensor, and returns the one that takes its place.
+        """
         return Example(changed(self.args, change), changed(self.kwargs, change))
 
     def map_floats(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """Return a copy of the call in which `change` replaces every floating-point tensor."""
+        """Return the arguments of a network with every floating-point tensor replaced.
+
+        Args:
+            change: Takes a floating-point tensor, and returns the one that takes its place.
+        """
         return self.map(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor of the call."""
+        """Return every tensor in the arguments of a network, also those in lists and dicts."""
         return [tensor for _, tensor in named_tensors((self.args, self.kwargs))]
 
     @property
     def images(self) -> Tensor:
-        """The first floating-point tensor of the call, which counts as its images."""
+        """The tensor in the arguments of a network that is taken for its images.
+
+        It is the first floating-point tensor. If there is none, it is the first tensor.
+        """
         tensors = self.tensors()
         return next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The size (C, H, W) of one of its images."""
+        """The shape of one sample in the arguments of a network: (C, H, W) if it is an image."""
         # The images of a list have no batch dimension.
         if self.listed:
             return tuple(self.images.shape)
@@ -75,7 +89,11 @@ class Example:
 
     @property
     def count(self) -> int:
-        """The number of samples: the length of its list, or else of its images' first dimension."""
+        """The number of samples in the batch that the arguments of a network hold.
+
+        If an argument is a list, it is the length of the list. Otherwise it is the first dimension
+        of the images.
+        """
         listed = next((value for value in self._values() if isinstance(value, list)), None)
         if listed is not None:
             return len(listed)
@@ -85,12 +103,13 @@ class Example:
         return [*self.args, *self.kwargs.values()]
 
     def _cut(self, cut: Callable[[Any], object]) -> Example | None:
-        """Return the call with some samples only: every tensor and list goes through `cut`.
+        """Return the arguments of a network with only some of the samples in their batch.
 
-        The result is None if the tensors and lists have different numbers of samples, or none.
+        The result is None if the tensors and lists have different numbers of samples, or if they
+        have no samples.
 
         Args:
-            cut: A function from a tensor or list to a part of its samples.
+            cut: Takes a tensor or list of all samples, and returns the part of it that stays.
         """
         # The numbers of samples in tensors and lists. A tensor without dimensions counts as 0.
         sizes: set[int] = set()
@@ -98,7 +117,8 @@ class Example:
         def measure(value: Any) -> None:
             sizes.add(0 if isinstance(value, Tensor) and not value.ndim else len(value))
 
-        # `changed` visits every tensor and list. What it returns is not needed here.
+        # `changed` hands every tensor to `measure`. It is told to hand over every list as a whole,
+        # too. Its result is not needed here.
         changed((self.args, self.kwargs), measure, list)
         have_same_number = len(sizes) == 1
         if not have_same_number or not min(sizes):
@@ -106,26 +126,26 @@ class Example:
         return Example(changed(self.args, cut, list), changed(self.kwargs, cut, list))
 
     def first(self, count: int) -> Example:
-        """Return the call with its first samples alone.
+        """Return the arguments of a network with only the first samples in their batch.
 
-        A call whose tensors and lists have different numbers of samples is returned whole.
+        If the tensors and lists have different numbers of samples, all samples stay.
 
         Args:
-            count: The number of samples.
+            count: How many samples stay.
         """
         if self.count <= count:
             return self
         return self._cut(lambda value: value[:count]) or self
 
     def take(self, rows: Tensor) -> Example | None:
-        """Return the call with the marked samples alone.
+        """Return the arguments of a network with only the marked samples in their batch.
 
         Args:
-            rows: Whether each sample is taken: (N,), bool.
+            rows: Whether each sample stays: (N,), bool.
 
         Returns:
-            The call. None if no sample is marked, or if the tensors and lists of the call have
-            different numbers of samples.
+            The arguments. None if no sample stays, or if some samples are to be left out and the
+            tensors and lists have different numbers of samples.
         """
         if bool(rows.all()):
             return self
@@ -140,19 +160,27 @@ class Example:
         return self._cut(marked)
 
     def like(self, model: nn.Module) -> Example:
-        """Return the call on the model's device, with floating-point tensors in its dtype."""
+        """Return the arguments of a network on its device, floating-point tensors in its dtype.
+
+        Args:
+            model: The network.
+        """
+        # `anchor` gives a tensor of the network that has its device and dtype.
         tensor = anchor(model)
         return self.on(tensor.device).map_floats(lambda values: values.to(tensor.dtype))
 
     def on(self, device: torch.device) -> Example:
-        """Return the call with its tensors on a device."""
+        """Return the arguments of a network with every tensor on a device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def parted(self, size: int) -> list[Example]:
-        """Return several calls with `size` samples each, in order. The last may have fewer.
+        """Divide a batch into parts, and return the arguments of a network for each part in order.
 
-        If the tensors and lists of the call have different numbers of samples, the list holds the
-        whole call.
+        If the tensors and lists have different numbers of samples, the batch stays whole, and the
+        result has one entry.
+
+        Args:
+            size: The number of samples in a part. The last part may have fewer.
         """
         # The number of the part to which each sample belongs.
         part_of = torch.arange(self.count) // size
@@ -161,14 +189,18 @@ class Example:
 
     @property
     def listed(self) -> bool:
-        """Whether an argument of the call is a list: of images, each of which has its own size."""
+        """Whether one of the arguments of a network is a list.
+
+        A detector takes a list of images, because each image may have another size.
+        """
         return any(isinstance(value, list) for value in self._values())
 
     @property
     def only_images(self) -> bool:
-        """Whether the call has one tensor, or one list of tensors, and no others.
+        """Whether images are all that the network takes, to judge by its arguments.
 
-        Then the images are all that may differ from call to call.
+        That is so if there is one tensor and no list, or one list that holds only tensors. Then
+        other images can take their place without a change to anything else.
         """
         lists = [value for value in self._values() if isinstance(value, list)]
         if lists:
@@ -177,9 +209,10 @@ class Example:
 
     @property
     def mirrors(self) -> bool:
-        """Whether the images may be mirrored, because no tensor in the call is anything else.
+        """Whether all tensors in the arguments of a network are images, which may be mirrored.
 
-        One argument alone must hold tensors, and each of these must be an image or a batch of them.
+        Exactly one argument must hold tensors. Each of its tensors must have the dimensions of a
+        batch of images (or of one image, if it is in a list), and be of a floating-point dtype.
         """
         with_tensors = [
             value for value in self._values() if next(named_tensors(value), None) is not None
@@ -193,23 +226,26 @@ class Example:
 
     @property
     def plain(self) -> str:
-        """The arguments of the call as text, with None in place of every tensor."""
+        """The arguments of a network as text, in which None takes the place of every tensor."""
         values = (changed(value, lambda _: None) for value in (self.args, self.kwargs))
         return repr(tuple(values))
 
     @property
     def hollow(self) -> Example:
-        """The call with an empty tensor in place of each tensor, of the same dtype and device."""
+        """The arguments of a network with an empty tensor in place of every tensor.
+
+        The empty tensor has the dtype and device of the one that it replaces.
+        """
         return self.map(lambda t: t.new_empty(0))
 
     def of(self, images: Tensor) -> Example:
-        """Return the same call with other images in place of its own.
+        """Return the arguments of a network with other images in place of those that they hold.
 
         Args:
-            images: The images (N, C, H, W).
+            images: The new images (N, C, H, W). A network that takes a list gets a list of them.
 
         Raises:
-            TraceError: The call has other tensors beside images.
+            TraceError: The arguments hold other tensors beside images.
         """
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
@@ -220,9 +256,13 @@ class Example:
         return self.map(lambda _: images)
 
     def _of_dict(self, batch: Mapping[str, object]) -> Example:
-        """Return the call that a dict stands for: its entries are the keyword arguments.
+        """Return the arguments of a network for a batch that is a dict.
 
-        If the first argument of this call is a dict, the whole dict is the one argument.
+        The entries of the dict become keyword arguments. But if the first argument in this object
+        is a dict, the network takes the batch as its one argument.
+
+        Args:
+            batch: The dict.
         """
         if self.args and isinstance(self.args[0], Mapping):
             return Example((batch,))
@@ -233,16 +273,20 @@ class Example:
         return Example((), keywords)
 
     def read(self, batch: object) -> tuple[Example, object]:
-        """Return a batch of a loader as a call like this one, and its labels (None if it has none).
+        """Return the arguments of a network for a batch of a loader, and the labels of the batch.
+
+        The arguments in this object show how the network takes images: as a tensor, in a list, or
+        as one of several arguments. The labels are None if the batch has none.
 
         Args:
-            batch: The batch. It is one of: a call, a tensor of images, a dict of keyword arguments
-                (its entry `labels` holds the labels), or a list of images if this call takes one.
-                Or it is a tuple or list that begins with one of these, or with all positional
-                arguments, and goes on with the labels.
+            batch: The batch. It is one of: an `Example`, a tensor of images, a dict of keyword
+                arguments (its entry `labels` holds the labels), or a list of images if the network
+                takes a list. Or it is a tuple or list that begins with one of these, or with all
+                positional arguments, and goes on with the labels.
         """
         if isinstance(batch, Example):
             return batch, None
+        # A tensor takes the place of the images in the arguments of this object.
         if isinstance(batch, Tensor):
             return self.of(batch), None
         if isinstance(batch, Mapping):
@@ -250,11 +294,12 @@ class Example:
 
         if not isinstance(batch, list | tuple) or not batch:
             return Example((batch,)), None
-        # The list itself may be the network's one argument: a list of images.
+        # The batch itself may be the list of images that the network takes. `_around` puts it in
+        # the place of the list in this object.
         if self.listed and _is_listed(batch):
             return self._around(list(batch)), None
 
-        # Otherwise the arguments come first, as many as this call has, and the labels follow.
+        # Otherwise the arguments come first, as many as this object has, and the labels follow.
         count = max(1, len(self.args))
         labels = next(iter(batch[count:]), None)
         if count > 1:
@@ -263,12 +308,16 @@ class Example:
             return self._around(list(batch[0])), labels
         if isinstance(batch[0], list | tuple):
             return Example((batch[0],)), labels
-        # The first entry is a call of its own: a tensor, a dict or an `Example`.
+        # The first entry holds all arguments: it is a tensor, a dict or an `Example`.
         call, _ = self.read(batch[0])
         return call, labels
 
     def _around(self, images: list[object]) -> Example:
-        """Return the same call with these images in place of its list."""
+        """Return the arguments of a network with a new list in place of the list of images.
+
+        Args:
+            images: The entries of the new list.
+        """
 
         def put(value: object) -> object:
             return images if isinstance(value, list) else value
@@ -293,9 +342,13 @@ def _is_listed(batch: list[object] | tuple[object, ...]) -> bool:
 
 
 def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
-    """Return the values of a call by the names of forward's arguments.
+    """Return the arguments that a network is called with, by their names in its `forward`.
 
     If an argument is a dict, its entries are returned instead, by their keys.
+
+    Args:
+        model: The network.
+        example: The arguments.
     """
     names = [parameter.name for parameter in _positional(model)]
     values: dict[str, object] = {}
@@ -310,7 +363,12 @@ def named_arguments(model: nn.Module, example: Example) -> dict[str, object]:
 
 
 def plain_arguments(model: nn.Module, example: Example) -> dict[str, object]:
-    """Return the values of a call that hold no tensor, by the names of forward's arguments."""
+    """Return those arguments of a network that hold no tensor, by their names in its `forward`.
+
+    Args:
+        model: The network.
+        example: All arguments that the network is called with.
+    """
     plain: dict[str, object] = {}
     for name, value in named_arguments(model, example).items():
         if next(named_tensors(value), None) is None:
@@ -319,16 +377,21 @@ def plain_arguments(model: nn.Module, example: Example) -> dict[str, object]:
 
 
 def defaults(model: nn.Module, example: Example) -> list[str]:
-    """Return the names of forward's arguments that the call leaves at their defaults."""
+    """Return the names of those arguments of `forward` that keep their default values.
+
+    Args:
+        model: The network.
+        example: The arguments that the network is called with. All others keep their defaults.
+    """
     named = named_arguments(model, example)
     optional = [each.name for each in _parameters(model) if each.default is not each.empty]
     return [name for name in optional if name not in named]
 
 
 def form(model: nn.Module) -> Example:
-    """Return a call with empty tensors that shows how images are given to a network.
+    """Return arguments with empty tensors that show how a network takes images.
 
-    It follows from the signature of `forward`. The images are the first argument, or the one that
+    They follow from the signature of `forward`. The images are the first argument, or the one that
     the network names in `main_input_name`. They are a tensor, or a list if the annotation says so.
     Other arguments without a default get an empty tensor, too.
     """
@@ -356,13 +419,16 @@ def form(model: nn.Module) -> Example:
 
 
 def _positional(model: nn.Module) -> list[inspect.Parameter]:
-    """Return forward's arguments that may be given without their names."""
+    """Return those arguments of a network's `forward` that may be given without their names."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each for each in _parameters(model) if each.kind in kinds]
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """Return forward's arguments. The list is empty if Python does not know them."""
+    """Return the arguments of a network's `forward`, as Python's `inspect` describes them.
+
+    The list is empty if Python does not know them.
+    """
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -370,11 +436,11 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
-    """Return whether forward's annotation asks for a list.
+    """Return whether an argument of a network's `forward` is annotated as a list.
 
     Args:
         model: The network.
-        parameter: The parameter of its forward.
+        parameter: The argument.
     """
     # Reading the annotations runs the user's code, and they may name what is not imported.
     with suppress(Exception):
@@ -383,18 +449,20 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
 
 
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
-    """Return the user's inputs as a list of calls of the network.
+    """Return the arguments of a network for each batch that the user gives.
 
     Args:
-        inputs: A call, or a list of calls.
-        form: A call that shows how the network takes images (`form`). A tensor among the inputs
-            then takes the place of its images. Without it, a tensor is the one argument.
+        inputs: One batch, or a list of batches. A batch is a tensor, a tuple of arguments, a dict
+            of keyword arguments or an `Example`.
+        form: Arguments that show how the network takes images, from the function `form`. A batch
+            that is a tensor takes the place of the images in them. If `form` is None, such a tensor
+            is the network's one argument.
 
     Raises:
         OptionError: A tensor is missing, or has no values.
         TraceError: The network takes more than images.
     """
-    # Turn each of the inputs into a call.
+    # Turn each batch into the arguments of one call of the network.
     given_calls = inputs if isinstance(inputs, list) else [inputs]
     calls: list[Example] = []
     for call in given_calls:
@@ -477,7 +545,7 @@ def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tup
 
 
 def _parts(value: object) -> Iterable[tuple[object, object]]:
-    """Return the entries of a value with their keys. Empty if the value holds no others.
+    """Return the entries of a value with their keys. A value without entries gives none.
 
     The keys are those of a dict, the numbers of a list, or the names of attributes.
     """

@@ -60,9 +60,10 @@ class Kind:
 
     @property
     def identify(self) -> Callable[..., Arch | None] | None:
-        """The function that finds out how a network was built, and returns its `Arch`.
+        """The function that finds out whether, and how, a library has built a given network.
 
-        None if the kind has no such function, or its package is not imported.
+        The function returns the network's `Arch` (the builder's name and arguments). The property
+        is None if there is no function for this library, or if nobody has imported the library.
         """
         # A package that nobody has imported built no network, so it need not be loaded.
         if self.package and self.package not in sys.modules:
@@ -84,9 +85,9 @@ KINDS = (
 
 
 def of(name: str) -> Kind:
-    """Return the kind of source that a MODEL names.
+    """Return the kind of source, such as timm or torchvision, for the name of a network.
 
-    The kind is found by the prefix or the ending of the MODEL. Any other name is the user's own
+    The kind is found by the prefix or the ending of the name. Any other name is the user's own
     function if it is written like one (`package.module:function`), or else a name of timm's.
     """
     # Only Ultralytics describes its networks in such files.
@@ -105,7 +106,10 @@ def of(name: str) -> Kind:
 
 
 def prefixes() -> tuple[str, ...]:
-    """Return every word that may stand before the colon in a MODEL, such as `torchvision`."""
+    """Return every word that may stand before the colon in the name of a network.
+
+    One of them is `torchvision`, as in `torchvision:resnet18`.
+    """
     all_prefixes: list[str] = []
     for kind in KINDS:
         # Kinds without a prefix have an empty one, which is left out.
@@ -137,16 +141,21 @@ def named(arch: Arch) -> str:
 
 
 def mark_converted(model: object) -> None:
-    """Tell the network's own library that the network was converted, if that library may save it.
+    """Let a converted network of transformers know that it was converted.
 
-    Of all libraries, only transformers is told.
+    Then the network's own method `save_pretrained` writes the conversion, too. A network of another
+    library is not changed.
     """
+    # If transformers was not imported, the network cannot be one of its networks.
     if TRANSFORMERS.package in sys.modules:
         TRANSFORMERS.load().mark_converted(model)
 
 
 def exported(file: Path) -> bool:
-    """Return whether a path is an exported network: a file, or a folder for `.mlpackage`."""
+    """Return whether a path is an exported network, judged by its ending, such as `.onnx`.
+
+    It must be a file that exists, or a folder if the ending is `.mlpackage`.
+    """
     ending = file.suffix.lower()
     return ending in EXPORTED and (file.is_dir() if ending in FOLDERS else file.is_file())
 

@@ -62,8 +62,9 @@ def _contents(module: nn.Module) -> Iterator[Contents]:
     """Yield the tensors and plain collections that a module may write into, nested ones too.
 
     Each comes as a triple: the tensor or collection, a copy of its contents, and the tensor's
-    memory (None for a collection).
+    memory (None for a collection). The contents can then be put back.
     """
+    # `_HOOKS` has the attributes of every module, such as its hooks. No forward writes into them.
     values = [value for name, value in vars(module).items() if name not in _HOOKS]
     values += [*module._parameters.values(), *module._buffers.values()]
 
@@ -73,6 +74,7 @@ def _contents(module: nn.Module) -> Iterator[Contents]:
         if id(value) in visited:
             continue
         visited.add(id(value))
+        # The tensor's memory (`data`) is kept, too, because a forward may give the tensor another.
         if isinstance(value, Tensor) and not value.is_meta:
             yield value, value.detach().clone(), value.data
         elif type(value) in (dict, OrderedDict, list, set, tuple):
@@ -242,7 +244,7 @@ def _without_tf32() -> Iterator[None]:
 
 @contextmanager
 def with_heads(*models: nn.Module) -> Iterator[None]:
-    """Inside a `with` block, let forward run auxiliary heads as in training.
+    """Inside a `with` block, let networks run their auxiliary heads, as they do in training.
 
     All layers are in eval mode, and only the modules that hold them are in training mode. torch's
     random numbers start from a fixed seed. At the end of the block all is restored.
@@ -250,6 +252,7 @@ def with_heads(*models: nn.Module) -> Iterator[None]:
     devices: set[torch.device] = set()
     with undisturbed(*models):
         for model in models:
+            # Put the modules that hold others in training mode. Single layers stay in eval mode.
             show_heads(model)
             devices.update(parameter.device for parameter in nn.Module.parameters(model))
         with seeded(*devices):

@@ -119,7 +119,7 @@ def has_broken_statistics(module: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a network with their names."""
+    """Yield the parameters and buffers of a network, each as a pair of its name and the tensor."""
     for path, module in nn.Module.named_modules(model):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -149,8 +149,8 @@ def _inside(model: nn.Module) -> nn.Module | None:
 
     if "LightningModule" not in names:
         return None
-    # In a module of Lightning, the child that holds all its parameters is the network. Without any
-    # parameters, every child would do.
+    # In a module of Lightning, the child that holds all its parameters is the network. If there are
+    # no parameters, this would be true of every child, so none is returned.
     parameters = {id(parameter) for parameter in model.parameters()}
     for child in model.children():
         if parameters and {id(parameter) for parameter in child.parameters()} == parameters:
@@ -223,7 +223,13 @@ def require_seed(seed: object) -> None:
 
 
 def check_calls(calls: Sequence[Example]) -> None:
-    """Raise OptionError for calls without images, or with NaN or inf, which would prove nothing."""
+    """Raise OptionError for inputs of a network that would prove nothing.
+
+    These are inputs without images, and inputs whose images hold NaN or infinite numbers.
+
+    Args:
+        calls: The arguments of the network for each batch.
+    """
     for call in calls:
         if not call.images.numel():
             raise OptionError(f"the inputs hold no image ({call})", remedy="Give at least one")
@@ -290,26 +296,34 @@ def classifies(model: nn.Module, size: Sequence[int]) -> bool:
 
 
 def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) -> Example:
-    """Return a call with images from N(0, 1), on the network's device and in its dtype.
+    """Return the arguments of a network for a batch of random images from N(0, 1).
+
+    The images are on the network's device and in its dtype.
 
     Args:
         model: The network.
         size: The size (C, H, W) of an image.
         batch: The number of images.
-        seed: The seed of the numbers.
+        seed: The seed of the random numbers.
     """
     images = torch.randn(batch, *size, generator=torch.Generator().manual_seed(seed))
+    # `form` shows how the network takes images, such as in a list. `of` puts the images there, and
+    # `like` gives them the network's device and dtype.
     return form(model).of(images).like(model)
 
 
 class DrawnCalls(list[Example]):
-    """Calls whose tensors hold random values, for a network that takes other inputs than images."""
+    """A list of batches of random values, for a network that takes other inputs than images.
+
+    Each entry holds the arguments of the network for one batch.
+    """
 
 
 def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls | None:
-    """Return one call with random values for the inputs that the network's record states.
+    """Return one batch of random values for the inputs that the network's record states.
 
-    The result is None if the record states no inputs. float32 inputs are drawn from N(0, 1). Others
+    The result is a list with one entry: the arguments of the network. It is None if the record
+    states no inputs. float32 inputs are drawn from N(0, 1). Others
     are whole numbers from 0, below the number of rows of the smallest embedding, or below 2 if the
     network has no embedding.
 
@@ -333,13 +347,15 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
         else:
             whole_numbers = torch.randint(fewest_rows, (batch, *shape), generator=generator)
             values[name] = whole_numbers.to(getattr(torch, dtype))
+    # The inputs are given by name. `like` gives them the network's device and dtype.
     return DrawnCalls([Example((), values).like(model)])
 
 
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
-    """Yield the size () and a call with 8 token numbers, if the network begins with an embedding.
+    """Yield an example of token numbers, if the network begins with an embedding.
 
-    Other networks yield nothing. The size is empty because token numbers are no image.
+    It is a pair: the size (), which is empty because token numbers are no image, and the arguments
+    of the network, one row of 8 token numbers. For other networks nothing is yielded.
     """
     # The first layer is the first module with parameters of its own.
     layers = nn.Module.modules(model)
@@ -347,13 +363,13 @@ def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
         (each for each in layers if next(nn.Module.parameters(each, False), None) is not None), None
     )
     if isinstance(first_layer, nn.Embedding):
-        # The call is a batch of one row.
+        # The batch has one row.
         row = torch.arange(8, device=first_layer.weight.device) % first_layer.num_embeddings
         yield (), Example((row[None],))
 
 
 def size(model: nn.Module) -> tuple[int, ...]:
-    """Return the size of one input that the network is made for: (C, H, W) if it is an image."""
+    """Return the size of the input that the network is made for: (C, H, W) if it is an image."""
     # If the two likeliest sizes have the same number of channels, the first is returned without a
     # run of the network.
     likeliest = candidates(model)[:2]
@@ -369,16 +385,16 @@ def size(model: nn.Module) -> tuple[int, ...]:
 
 
 def small(size: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return up to two smaller sizes (C, H, W), with which a network runs faster.
+    """Return up to two smaller sizes (C, H, W) of images, with which a network runs faster.
 
-    Their sides are at most 64, and at most 97. There are none if `size` is no larger, or is not the
-    size of an image.
+    In the first no side is longer than 64 pixels, in the second none is longer than 97. A size that
+    would be `size` itself is left out. The list is empty if `size` is not that of an image.
     """
     channels, *sides = size
     if len(sides) != 2:
         return []
 
-    # One limit is even and one is odd.
+    # One limit is even and one is odd, because a layer with a stride of 2 treats them differently.
     height, width = sides
     smaller: list[tuple[int, ...]] = []
     for limit in (64, 97):
@@ -463,14 +479,17 @@ def _configured(config: object) -> tuple[int, ...] | None:
 def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
     """Return a size of one input that the first layer takes, or None if no layer tells it.
 
-    The layer says the number of channels or features. The sides are the usual ones (`_SIDE`).
+    The layer says the number of channels or features. Layers do not say how high and wide images
+    are, so usual numbers stand in, such as 224 pixels.
     """
     for module in nn.Module.modules(model):
-        # A kernel has as many dimensions as an image has sides.
+        # `_SIDE` has the usual sides of an image, by the number of sides. A kernel has as many
+        # dimensions as an image has sides.
         if isinstance(module, nn.modules.conv._ConvNd):
             return (module.in_channels, *_SIDE[len(module.kernel_size)])
         if isinstance(module, nn.Linear):
             return (module.in_features,)
+        # `site_of` describes a norm. A BatchNorm that comes first is taken for one of images.
         site = site_of(module)
         if site.is_batchnorm and site.channels:
             return (site.channels, *_SIDE[2])
@@ -479,7 +498,12 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
 
 @torch.no_grad()
 def runs(model: nn.Module, example: Example) -> bool:
-    """Return whether the network runs on a call without an error, in eval mode."""
+    """Return whether the network runs without an error, in eval mode.
+
+    Args:
+        model: The network.
+        example: The arguments that the network is called with. They are not changed.
+    """
     # The forward is the user's, and may raise anything for an input that it does not take.
     try:
         with undisturbed(model), callers_dtype():

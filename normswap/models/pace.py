@@ -23,24 +23,29 @@ class Pace:
     def __init__(
         self, work: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        # The name of the work, the function that gets each sentence, and the clock in seconds.
         self.work = work
         self.say = say
         self.clock = clock
         # No sentence is said before this time.
         self.due = clock() + _FIRST
+        # The work is done in parts, such as batches, and perhaps in several passes over all parts.
+        # This is how many parts of the pass were done at the last call.
         self.last_done = 0
-        # When the first part of this pass was done, and how many parts were done then.
+        # When the first call of the pass came, and how many parts were done then.
         self.begun = 0.0
         self.begun_with = 0
 
     def __call__(self, done: int, total: int) -> None:
-        """Note how many parts are done, and say how far the work is if it is time to.
+        """Note how many parts of the work, such as batches, are done. Say it if it is time to.
 
         Args:
-            done: How many parts are done. A smaller number than before begins another pass.
-            total: How many parts there are. 0 if that is not known.
+            done: How many parts are done. A smaller number than in the call before means that
+                another pass over the parts has begun.
+            total: How many parts a pass has. 0 if that is not known.
         """
-        # The first part of a pass only starts the measurement of time.
+        # The first call of a pass only starts the measurement of time, because the parts before it
+        # also took the time of all that is prepared once.
         now = self.clock()
         is_first = self.last_done == 0 or done < self.last_done
         self.last_done = done

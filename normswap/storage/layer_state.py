@@ -42,9 +42,10 @@ class LayerState:
     unsaved: dict[str, str]
 
     def record(self) -> dict[str, object]:
-        """Return the entries for the header of the weights file, which holds all but the tensors.
+        """Return what the header of the weights file stores of a network's layers, by its keys.
 
-        `extra_state` and `unsaved` are left out if they are empty.
+        This is all of the state dict but the tensors. `extra_state` and `unsaved` are left out if
+        they are empty.
         """
         optional = {"extra_state": self.extra_state, "unsaved": self.unsaved}
         non_empty = {name: entries for name, entries in optional.items() if entries}
@@ -72,6 +73,8 @@ def of(model: nn.Module) -> LayerState:
     # network makes itself may lack it.
     for path, entries in (getattr(state, "_metadata", None) or {}).items():
         plain = {key: value for key, value in entries.items() if isinstance(value, Scalar)}
+        # Most layers only have version 1 (`_USUAL`). `restore` assumes it for layers that are not
+        # in the record.
         if plain not in (_USUAL, {}):
             layers[path] = plain
     return LayerState(tensors, layers, extra_state, _unsaved(model, tensors))

@@ -55,7 +55,7 @@ class Claim:
         os.write(self._opened, json.dumps(list(names)).encode())
 
     def end(self) -> None:
-        """Give up the lock, because this process writes no more in the folder."""
+        """Give up the lock on the folder. This process has finished writing files there."""
         os.close(self._opened)
         _own_folders.discard(self._folder)
 
@@ -95,10 +95,14 @@ def old_folder(folder: Path, names: Sequence[str]) -> Path:
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """Yield the path of a new folder among the system's temporary ones, and remove it at the end.
 
-    Folders with this prefix that killed processes of the same user have left are removed, too.
+    Folders that killed processes of the same user have left are removed, too.
+
+    Args:
+        prefix: The beginning of the folder's name. Only left folders with the same one are removed.
     """
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*")):
-        # Such a folder has a list of names that this user may write to. A link may lead anywhere.
+        # A folder of this function holds the file `.normswap` (`_OWNER`). If this user may write to
+        # that file, the folder is the user's own. A link is left alone, as it may lead anywhere.
         is_ours = os.access(path / _OWNER, os.W_OK) and not path.is_symlink()
         if is_ours and not _is_claimed(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -113,7 +117,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def is_unfinished(path: Path, file: Path) -> bool:
-    """Return whether a process writes `file` in the folder `path`, or was killed while it did so.
+    """Return whether a folder is one in which a process writes `file`, or was killed meanwhile.
 
     Args:
         path: The folder.
@@ -180,7 +184,10 @@ def check_not_moved_aside(file: Path) -> None:
 
 
 def _abandoned(file: Path) -> list[Path]:
-    """Return the folders in which processes wrote `file` that are no longer alive."""
+    """Return the folders that killed processes have left beside `file`.
+
+    The processes were writing `file`. They are no longer alive.
+    """
     try:
         beside = sorted(file.parent.iterdir())
     except OSError:
@@ -189,14 +196,19 @@ def _abandoned(file: Path) -> list[Path]:
 
 
 def _is_claimed(folder: Path) -> bool:
-    """Return whether a process that is alive writes in a folder."""
+    """Return whether a process that is alive is writing files in a folder.
+
+    Such a process keeps the file `.normswap` in the folder locked.
+    """
+    # A process can take a lock that it holds itself, so its own folders are remembered.
     if folder.resolve() in _own_folders:
         return True
+    # On Windows nothing is locked, so no other process is found.
     if sys.platform == "win32":
         return False
 
-    # Without the list of names there is no lock. The flags keep `open` from following a link, and
-    # from waiting for a pipe.
+    # If the file `.normswap` (`_OWNER`) is missing, nobody can have locked it. The flags keep `open`
+    # from following a link, and from waiting for a pipe.
     try:
         opened = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -217,23 +229,24 @@ def _restored(file: Path, folder: Path) -> str | None:
 
     Args:
         file: The file that the process was writing.
-        folder: The folder in which it wrote.
+        folder: The folder in which the process wrote its new files.
 
     Returns:
-        The reason why they cannot be moved back, or None if they were.
+        The reason why the old files cannot be moved back. None if they were moved back.
     """
-    # All new files, and those old files that the process had moved away.
+    # The names of all new files, and of those old files that the process had moved away.
     names = _names_of(folder, file)
     old = _old(folder, file)
     moved_away = _entries(old)
-    # The killed process had already moved these new files to their places. They go back to the
-    # folder, as the old files return.
+    # The killed process had already moved these new files to their places. They must make room for
+    # the old files, so they go back to the folder.
     moved_in = [
         name
         for name in names
         if os.path.lexists(file.with_name(name)) and not os.path.lexists(folder / name)
     ]
-    # A file in any other of the places is not the killed process's, and must not be overwritten.
+    # If another file stands in the place of an old one, somebody else has written it since. It must
+    # not be overwritten.
     taken = [name for name in moved_away if os.path.lexists(file.with_name(name))]
     strangers = sorted(set(taken).difference(moved_in))
     if strangers:
@@ -253,7 +266,8 @@ def _restored(file: Path, folder: Path) -> str | None:
 def _names_of(folder: Path, file: Path) -> list[str]:
     """Return the names of all files that are written together with `file` in a folder.
 
-    They are read from the list in the folder. Without a readable list, only `file` is known.
+    They are read from the list in the folder, the file `.normswap`. If that cannot be read, only
+    `file` is known. If it holds something else than a list, no name is returned.
     """
     try:
         names = reading.parse_json(reading.file_text(folder / _OWNER))
@@ -267,7 +281,12 @@ def _names_of(folder: Path, file: Path) -> list[str]:
 
 
 def _old(folder: Path, file: Path) -> Path:
-    """Return the folder to which a process that wrote `file` in `folder` moved the old files."""
+    """Return the folder to which a killed process moved the files that it replaced.
+
+    Args:
+        folder: The folder in which the process wrote the new files.
+        file: The file that it was replacing.
+    """
     return old_folder(folder, _names_of(folder, file))
 
 
@@ -276,7 +295,12 @@ def _missing(file: Path) -> str:
 
 
 def _remedy(file: Path, folder: Path) -> str:
-    """Return a sentence with the command that moves the old files back to their places."""
+    """Return a sentence with the command that moves replaced files back to their places.
+
+    Args:
+        file: The file that a killed process was replacing.
+        folder: The folder in which that process wrote. It holds the replaced files.
+    """
     old = shlex.quote(str(_old(folder, file)))
     return f"To put it back: mv -n {old}/* {shlex.quote(str(file.parent))}/"
 

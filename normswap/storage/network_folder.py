@@ -83,10 +83,12 @@ def put_back(place: Path, *, removes: bool = False) -> None:
     """Put back old files that a killed process had moved aside while it wrote a network.
 
     Args:
-        place: The directory.
-        removes: Whether the folders of killed processes are then removed, as in
-            `left_behind.put_back`.
+        place: The directory of the network.
+        removes: Whether the folders that killed processes have left are then removed. If not, the
+            user is told where they are.
     """
+    # The process may have been replacing the whole directory, or the files in it. The weights stand
+    # for these files, because they are the main one.
     left_behind.put_back(place, removes=removes)
     if place.is_dir():
         left_behind.put_back(place / WEIGHTS, removes=removes)
@@ -103,13 +105,17 @@ def check_not_moved_aside(place: Path) -> None:
     Raises:
         SourceError: One of them was moved away. The message has the command that puts it back.
     """
+    # The process may have moved the whole directory, or the files in it.
     left_behind.check_not_moved_aside(place)
     if place.is_dir():
         left_behind.check_not_moved_aside(place / WEIGHTS)
 
 
 def check_no_run(directory: Path) -> None:
-    """Raise SourceError if `directory`, which must be a network's, is that of a training run.
+    """Raise SourceError if a directory is that of a training run, where a network's is wanted.
+
+    Args:
+        directory: The directory that the user named as a network.
 
     Raises:
         SourceError: It is a run's folder. The message says where the networks of the run are.
@@ -123,7 +129,7 @@ def check_no_run(directory: Path) -> None:
 
 
 def _is_network(place: Path) -> bool:
-    """Return whether a directory holds the two files that every saved network has."""
+    """Return whether a directory holds a saved network: model.safetensors and config.json."""
     return (place / WEIGHTS).is_file() and (place / CONFIG).is_file()
 
 

@@ -156,14 +156,16 @@ class _FilesOfSave:
             remedy = "Name a directory that normswap wrote"
             raise SourceError(f"{folder} has no {WEIGHTS}", remedy=remedy)
 
-        # Only weights and norms are sent as they are. The other files are written anew.
+        # An identity is a tuple of numbers that change if a file is changed or replaced. Later it
+        # shows whether somebody has changed a file. Only the weights and the replaced norms are
+        # sent to the hub as they are, so only these are read.
         for name in FILES:
             self._identities[name] = self._identity(name)
             if name in (WEIGHTS, NORMS) and self._identities[name] is not None:
                 self.contents[name] = self._read(name)
 
     def check_unchanged(self) -> None:
-        """Raise SourceError if a file was replaced or changed since it was read."""
+        """Raise SourceError if a file of the network was changed since this object was made."""
         for name in FILES:
             if self._identity(name) != self._identities[name]:
                 raise SourceError(
@@ -171,7 +173,11 @@ class _FilesOfSave:
                 )
 
     def _identity(self, name: str) -> tuple[int, ...] | None:
-        """Return numbers that change if a file is changed or replaced. None if there is no file."""
+        """Return numbers that change if a file is changed or replaced. None if there is no file.
+
+        Args:
+            name: The name of the file in the network's directory.
+        """
         file = self.folder / name
         try:
             status = file.lstat()
@@ -181,7 +187,10 @@ class _FilesOfSave:
         return _identity_of(status)
 
     def _read(self, name: str) -> bytes:
-        """Return a file's bytes.
+        """Return the bytes of a file in the network's directory.
+
+        Args:
+            name: The name of the file.
 
         Raises:
             SourceError: The file cannot be read, or is another one than when it was first looked
@@ -203,7 +212,12 @@ class _FilesOfSave:
             ) from None
 
     def _check_regular(self, file: Path, status: os.stat_result) -> None:
-        """Refuse a link, a pipe or a directory in the place of a file."""
+        """Raise SourceError if a link, a pipe or a directory is in the place of a file.
+
+        Args:
+            file: The path of the file.
+            status: The result of `os.stat` or `os.lstat` for this path.
+        """
         if stat.S_ISREG(status.st_mode):
             return
         why = "it is no regular file"
@@ -214,7 +228,11 @@ class _FilesOfSave:
 
 
 def _identity_of(status: os.stat_result) -> tuple[int, ...]:
-    """Return numbers that change if a file is changed or replaced."""
+    """Return numbers that change if a file is changed or replaced, such as its size and time.
+
+    Args:
+        status: The result of `os.stat` for the file.
+    """
     # Anybody can set st_mtime back after a change, but not st_ctime.
     return (
         status.st_dev,
