@@ -207,8 +207,8 @@ def _is_claimed(folder: Path) -> bool:
     if sys.platform == "win32":
         return False
 
-    # If the file `.normswap` (`_OWNER`) is missing, nobody can have locked it. The flags keep `open`
-    # from following a link, and from waiting for a pipe.
+    # If the file `.normswap` (`_OWNER`) is missing, nobody can have locked it. The flags keep
+    # `open` from following a link, and from waiting for a pipe.
     try:
         opened = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
