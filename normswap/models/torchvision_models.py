@@ -20,7 +20,6 @@ from torchvision import models
 from torchvision.transforms import _presets as presets
 
 from normswap.errors import SourceError, first_line, near, spelled
-from normswap.layers.seeding import seeded
 from normswap.models import hub
 from normswap.models.building import BuildRequest, Built, Cfg, check_arguments, make
 from normswap.models.hub import crop_share
@@ -62,9 +61,8 @@ def build(name: str, request: BuildRequest) -> Built:
         arguments = {"weights": member.name, **arguments}
 
     arch = Arch(builder, arguments, "torchvision")
-    # A new head keeps its random values, so they come from a fixed seed.
-    with seeded() if fresh_head else contextlib.nullcontext():
-        model = create(arch)
+    # A new head keeps these random values.
+    model = create(arch)
 
     def pretrained() -> nn.Module:
         assert member is not None, "a network without weights is not asked for them"

@@ -20,7 +20,6 @@ from torch import nn
 
 from normswap import provenance
 from normswap.errors import OptionError, SourceError, explained, near, quiet
-from normswap.layers.seeding import seeded
 from normswap.models import hub, records
 from normswap.models.building import (
     BuildRequest,
@@ -317,9 +316,9 @@ def _trained(place: str, arch: Arch, name: str, *, has_new_head: bool) -> nn.Mod
         for shard in sorted(set(index.weight_map.values())):
             _fetch(place, shard)
 
-    # A new head is drawn from a fixed seed. Everything is on the disk, so the hub is not asked.
+    # Everything is on the disk, so the hub is not asked.
     unreadable = explained(SourceError, f"{name} does not load", "Is the file whole?")
-    with unreadable, quiet(), seeded(), hub.offline():
+    with unreadable, quiet(), hub.offline():
         model, info = getattr(transformers, arch.name).from_pretrained(
             file.parent,
             config=_config(arch),

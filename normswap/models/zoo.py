@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from normswap import copying, provenance
 from normswap.errors import NewHeadNote, SourceError, spelled
+from normswap.layers.seeding import seeded
 from normswap.models import hub, kinds
 from normswap.models.building import BuildRequest, Built, TooLargeError
 from normswap.models.preprocessing import (
@@ -195,14 +196,19 @@ def open_source(
     if file is not None:
         return _filled(lambda: builder.build(name, request), file)
 
-    built: Built = builder.build(name, request)
     if not trained:
+        built: Built = builder.build(name, request)
         # Random values have no hash in the provenance.
         return _carry(built, built.model, built.source, None)
 
+    # Values that the trained weights do not fill, such as a new head, come from a fixed seed, so
+    # that the network is the same each time that it is opened.
+    with seeded():
+        built = builder.build(name, request)
+
     # Load the trained weights. A warning that the head is new becomes a remark in the provenance,
     # which the notes of a conversion show. Other warnings are given again.
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, seeded():
         warnings.simplefilter("always", NewHeadNote)
         model = built.pretrained()
     other_warnings = [each for each in caught if not issubclass(each.category, NewHeadNote)]

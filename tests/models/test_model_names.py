@@ -17,13 +17,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.hub_server import hub_server, use_hub
 from support.lived_in_networks import calm
-from support.model_sources import ARGS, origin, small
+from support.model_sources import ARGS, hugging_face, origin, small
 from torch import nn
 
 import normswap
 from normswap import provenance
 from normswap.cli.app import main
-from normswap.errors import OptionError, SourceError, quiet
+from normswap.errors import OptionError, SourceError
 from normswap.models import hub, kinds, network_input, zoo
 from normswap.plan import Arch
 from normswap.storage import checkpoint
@@ -105,40 +105,6 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Run:
         return said
 
     return call
-
-
-def hugging_face(place: Path, **config: Any) -> Path:
-    """A small classifier of transformers, as save_pretrained writes it, with living statistics."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    with quiet():  # it imports torchao, where there is one, and that logs to stderr
-        made = transformers.ResNetForImageClassification
-    sizes = {
-        "depths": [1, 1],
-        "hidden_sizes": [8, 16],
-        "embedding_size": 8,
-        "layer_type": "basic",
-        "num_labels": 4,
-    }
-    torch.manual_seed(0)
-
-    model = made(transformers.ResNetConfig(**{**sizes, **config}))
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.running_mean, -0.2, 0.2)
-            nn.init.uniform_(module.running_var, 0.5, 2)
-
-    model.save_pretrained(place)
-    size = {
-        "size": {"shortest_edge": 44},
-        "crop_size": {"height": 40, "width": 40},
-        "do_center_crop": True,
-    }
-    stated = {**size, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.2], "resample": 2}
-    (place / "preprocessor_config.json").write_text(json.dumps(stated))
-
-    return place
 
 
 @pytest.mark.slow

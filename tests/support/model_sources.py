@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from normswap import provenance
+from normswap.errors import quiet
 from normswap.provenance import Provenance
 from normswap.storage.header import digest_of
 
@@ -56,6 +57,40 @@ def write_folder(folder: Path, state: State, **config: Any) -> None:
         "pretrained_cfg": cfg,
     }
     (folder / "config.json").write_text(json.dumps({**layout, **config}))
+
+
+def hugging_face(place: Path, **config: Any) -> Path:
+    """A small classifier of transformers, as save_pretrained writes it, with living statistics."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with quiet():  # it imports torchao, where there is one, and that logs to stderr
+        made = transformers.ResNetForImageClassification
+    sizes = {
+        "depths": [1, 1],
+        "hidden_sizes": [8, 16],
+        "embedding_size": 8,
+        "layer_type": "basic",
+        "num_labels": 4,
+    }
+    torch.manual_seed(0)
+
+    model = made(transformers.ResNetConfig(**{**sizes, **config}))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.2, 0.2)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+
+    model.save_pretrained(place)
+    size = {
+        "size": {"shortest_edge": 44},
+        "crop_size": {"height": 40, "width": 40},
+        "do_center_crop": True,
+    }
+    stated = {**size, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.2], "resample": 2}
+    (place / "preprocessor_config.json").write_text(json.dumps(stated))
+
+    return place
 
 
 def record_of(folder: Path) -> Any:
