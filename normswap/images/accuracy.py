@@ -83,9 +83,11 @@ def classify(
     sums = torch.zeros(3, dtype=torch.float64)
     answers: list[Tensor] = []
     count = 0
+    # This shows how the network takes images: as one tensor, in a list, or in a dict.
     form = calling.form(model)
     with undisturbed(model), torch.inference_mode():
         for batch in loader:
+            # Divide the batch into the arguments of the network and the labels.
             example, labels = form.read(batch)
             logits = _logits(model, example)
             if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:
@@ -119,10 +121,16 @@ def agreement(answers: Tensor, others: Tensor) -> float:
 def _logits(model: nn.Module, example: Example) -> Tensor:
     """Run the network on a batch, and return the class scores (N, classes) in float64 on the CPU.
 
+    Args:
+        model: The network.
+        example: The arguments of the network for the batch.
+
     Raises:
         SourceError: The network does not run on the batch.
         OptionError: The network gives no class scores.
     """
+    # `like` moves the tensors to the network's device and dtype. The network gets copies of them,
+    # because a forward may write into its input.
     try:
         output = example.like(model).call_on_copies(model)
     # Our own errors are sentences for the user already.

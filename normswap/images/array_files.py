@@ -52,7 +52,8 @@ class Arrays(Dataset[object]):
     def __init__(
         self, files: Sequence[Path], inputs: Mapping[str, tuple[Sequence[int], str]]
     ) -> None:
-        # Join the samples of all files to one tensor for each input.
+        # `inputs` has the shape and type of each input of the network, by name. Each file gives a
+        # batch for each input. Join the batches of all files to one tensor for each input.
         samples = [_read_samples(file, inputs) for file in files]
         self.tensors: dict[str, Tensor] = {}
         try:
@@ -75,7 +76,9 @@ class Arrays(Dataset[object]):
 
 
 def _read_samples(file: Path, inputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Tensor]:
-    """Return the samples in a file: a batch for each input by its name, and under `labels` labels.
+    """Return the samples in a file: a batch for each input of the network, by the input's name.
+
+    The labels of the samples are under the name `labels`. They are -1 if the file has none.
 
     Args:
         file: The file.

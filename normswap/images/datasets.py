@@ -120,7 +120,8 @@ class Loader:
                 raise SourceError(
                     f"{self.origin}: {first_few(broken)}", remedy="Remove or replace them."
                 )
-            # A dict holds the inputs of a network that takes several.
+            # A dict holds the inputs of a network that takes several. They are read from files, not
+            # from a stream, so no more samples come than are taken.
             if isinstance(batch, dict):
                 yield batch
                 continue
@@ -197,7 +198,16 @@ def make_loader(
 def _batches(
     dataset: Any, size: int | None, workers: int, generator: torch.Generator | None
 ) -> DataLoader[Any]:
-    """Return torch's loader of a dataset, in its order, with `collate` for unreadable images."""
+    """Return torch's loader of a dataset, which gives the images in the order of the dataset.
+
+    In place of a batch with unreadable images it gives a text about them (see `collate`).
+
+    Args:
+        dataset: The dataset.
+        size: The number of images in a batch.
+        workers: The number of processes that read images. With 0 this process reads them.
+        generator: torch's generator, from which the loader draws the seeds of these processes.
+    """
     check_temporary_folder(workers)
     return DataLoader(dataset, size, num_workers=workers, collate_fn=collate, generator=generator)
 
@@ -211,8 +221,11 @@ def check_temporary_folder(workers: int) -> None:
     Args:
         workers: The number of processes that read images.
     """
+    # Without processes nothing is handed over, and torch's other way to share memory needs no
+    # socket in this folder.
     if workers == 0 or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
         return
+    # Open such a socket for a moment, to see whether it can be opened.
     try:
         Listener().close()
     except OSError as error:
@@ -262,6 +275,8 @@ def split_for_calibration(
         what = f"{loader.origin} has {number} images"
         why = f"{count or 'some'} to calibrate on leave none to measure on"
         raise OptionError(what, why, f"Give more of them, or lower {spelled('samples')}")
+    # The seed is fixed, so that every run draws the same images. They are then read in the order of
+    # the dataset.
     drawn = torch.randperm(total, generator=torch.Generator().manual_seed(0)).tolist()
     to_calibrate = drawn[:count]
     to_measure = drawn[count:][:most]
@@ -283,6 +298,8 @@ def calibration_images(loader: Loader, first: int | None) -> Loader:
     # Images cannot be drawn from an unknown number. `split_for_calibration` raises the error.
     if loader.count is None:
         return split_for_calibration(loader, first)[0]
+    # The seed is fixed, so that every run draws the same images. They are then read in the order of
+    # the dataset.
     count = min(first or _MOST_TO_CALIBRATE, loader.count)
     drawn = torch.randperm(loader.count, generator=torch.Generator().manual_seed(0)).tolist()
     return loader.only(sorted(drawn[:count]))
@@ -295,10 +312,12 @@ def open_images(
 
     Args:
         record: The dict that `image_record` returns for the network.
-        data: The images, as in `make_loader`.
-        split: Which part of a dataset that has parts.
+        data: The path of the images, or the name of a dataset that timm opens, such as
+            `torch/cifar10:/data`, or `demo`.
+        split: The part of the dataset that is read, such as `train` or `validation`.
         transform: A function from a PIL image to a tensor.
-        labelled: Whether labels are needed, as in `make_loader`.
+        labelled: Whether labels are needed. With None they are used if there are class folders and
+            the network is a classifier.
 
     Raises:
         SourceError: There are no images, or they have other classes than the network's.
@@ -358,7 +377,8 @@ def _outputs_of_labels(
         record: The dict that `image_record` returns for the network.
         dataset: The dataset, as timm opened it.
         data: The name of the images in errors.
-        labelled: Whether labels are needed, as in `make_loader`.
+        labelled: Whether labels are needed. With None they are used if there are class folders and
+            the network is a classifier.
     """
     names = _label_by_name(dataset)
     if not names or labelled is False:
@@ -435,7 +455,10 @@ def image_record(model: nn.Module) -> Cfg:
 
 
 def _counted(model: nn.Module) -> int | None:
-    """Return the number of scores that the network gives, or None if a run shows none."""
+    """Return how many class scores a network gives for an image.
+
+    The network is run once to find out. The result is None if it fails or gives no scores.
+    """
     # The forward is the user's, and may raise anything for an input that it does not take.
     with suppress(Exception), undisturbed(model), torch.inference_mode():
         return network_input.scores(
@@ -528,8 +551,11 @@ class LabelledImages(Dataset[object]):
         outputs: Mapping[int, int] | None,
         notes: tuple[str, ...] = (),
     ) -> None:
+        # timm's or torchvision's dataset, and Pillow's mode (L or RGB) that images are brought to.
         self.images = images
         self.mode = mode
+        # A function from a PIL image to a tensor, the index of the network's output for each label
+        # (None leaves the labels as they are), and sentences for the user.
         self.transform = transform
         self.outputs = outputs
         self.notes = notes
@@ -540,7 +566,9 @@ class LabelledImages(Dataset[object]):
     def __getitem__(self, index: int) -> tuple[Tensor, int] | str:
         try:
             image, label = self._image(index)
-        # Pillow's readers of hundred formats raise any kind of error for a damaged file.
+        # Pillow's readers of a hundred formats raise any kind of error for a damaged file. A
+        # sentence takes the place of the image, because an error in a worker process prints a
+        # traceback.
         except Exception as error:
             # Datasets that are not timm's own have no names of files.
             name_of = getattr(self.images, "filename", lambda index: f"image {index}")
@@ -579,12 +607,13 @@ def _formats() -> tuple[str, ...]:
 
 
 def _check_regular(reader: Any, index: int) -> None:
-    """Raise ValueError where an image of a folder is a pipe or a device, which may have no end.
+    """Raise ValueError if an image in a folder is a pipe or a device, whose bytes may never end.
 
     Args:
         reader: timm's reader of the folder.
         index: The number of the image.
     """
+    # timm's readers of folders list the images in `samples`. Other readers have no list of paths.
     samples = getattr(reader, "samples", None)
     if samples is None:
         return
@@ -749,14 +778,15 @@ class Outputs:
 def label_map(
     labels: Mapping[str, int], outputs: Outputs, origin: str, *, needed: bool = True
 ) -> tuple[dict[int, int], str]:
-    """Return the network's output for each label, and a note for the user.
+    """Return which output of a network stands for which label of a dataset, and a note.
 
-    The outputs are by the label's number in the dataset. If labels are not needed and have no
-    meaning, every output is -1. The note is empty if there is nothing to say.
+    The result is a pair. First a dict: the index of the network's output, by the number of the
+    label in the dataset. If labels are not needed, and there are no class folders or no classifier,
+    every index is -1. Second a note for the user, which is empty if there is nothing to say.
 
     Args:
         labels: The number of each label in the dataset, by the label's name.
-        outputs: The network's outputs.
+        outputs: The number and names of the network's outputs.
         origin: The name of the images in errors.
         needed: Whether labels are needed.
 
@@ -771,16 +801,16 @@ def label_map(
     if outputs.count == 0 or (has_no_folders and not is_the_only_class):
         return _without_meaning(labels, outputs, origin, needed=needed)
 
-    # A label may be the name, the number or the WordNet id of a class. The first way in which any
-    # label has a meaning must hold for all.
+    # A label may be the name, the WordNet id or the number of a class. These readings are tried in
+    # order. The first that fits any label must fit all labels.
     for meaning, output_of in _possible_meanings(labels, outputs).items():
         output_of_label = {label: output_of.get(label) for label in labels}
         unknown = [label for label, output in output_of_label.items() if output is None]
         if len(unknown) == len(labels):
-            # No label has such a meaning. The next one is tried.
+            # No label can be read in this way. The next way is tried.
             continue
 
-        # Either all labels have the meaning, or the images are not of the network's classes.
+        # If only some labels can be read so, the images are not of the network's classes.
         if unknown:
             raise _unknown_classes(unknown, labels, outputs, origin)
         output_of_number = {
@@ -798,7 +828,8 @@ def label_map(
             f"labels by {meaning}: {len(labels)} of the network's {outputs.count} classes",
         )
 
-    # No label has a meaning. If the outputs have names, or another number, they are not the labels.
+    # No label can be read as a class. If the network names its outputs, or has more or fewer of
+    # them than there are labels, the labels cannot be the outputs in their order.
     if outputs.names or outputs.count not in (None, len(labels)):
         classes = "class" if len(labels) == 1 else "classes"
         what = f"{origin} has {len(labels)} {classes} ({first_few(sorted(labels))})"
@@ -816,7 +847,7 @@ def _unknown_classes(
     """Return the error about labels that are no classes of the network.
 
     Args:
-        unknown: The names of these labels.
+        unknown: The names of the labels that are no classes.
         labels: The number of each label in the dataset, by the label's name.
         outputs: The network's outputs.
         origin: The name of the images.

@@ -92,11 +92,12 @@ class BuildRequest:
     trained: bool = False
 
     def arguments(self, num_classes: str = "num_classes", in_chans: str = "in_chans") -> Cfg:
-        """Return the request as keyword arguments for the function that builds the network.
+        """Return what the user asks of a network, as keyword arguments for its builder.
 
         Args:
-            num_classes: The name of its argument for the number of classes, by default timm's.
-            in_chans: The name of its argument for the number of input channels, by default timm's.
+            num_classes: What the builder calls the number of classes. The default is timm's name.
+            in_chans: What the builder calls the number of input channels. The default is timm's
+                name.
         """
         numbers = {num_classes: self.num_classes, in_chans: self.in_chans}
         stated = {argument: value for argument, value in numbers.items() if value is not None}
@@ -209,7 +210,12 @@ def check_size(build: Callable[[], object]) -> None:
 
     The network is built on the meta device, without values, which takes a moment. Drawing values
     would take minutes.
+
+    Args:
+        build: A function that builds the network. It calls `make`, which counts layers and numbers
+            while it builds.
     """
+    # The error is raised by `make` (`_bounded`).
     try:
         with torch.device("meta"):
             build()
@@ -222,13 +228,14 @@ def check_size(build: Callable[[], object]) -> None:
 
 
 def check_arguments(arch: Arch, forbidden: Iterable[str] = ()) -> None:
-    """Refuse an architecture whose arguments may do more than build a network.
+    """Raise SourceError for an architecture whose arguments may do more than build a network.
 
     They must be plain data, and none may make the builder load a file or ask a hub.
 
     Args:
         arch: The architecture, perhaps from a file that somebody wrote.
-        forbidden: More arguments that this builder must not get, at the first level.
+        forbidden: The names of more arguments that this builder must not get. They are not looked
+            for inside of other arguments.
 
     Raises:
         SourceError: An argument would load weights, open a file or ask a hub, or is no plain data.
@@ -272,7 +279,12 @@ def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
 
 
 def _reason_against(name: str, value: object) -> str:
-    """Return the reason to refuse an argument, or "" if it is taken."""
+    """Return the reason to refuse an argument of a builder, or "" if it is allowed.
+
+    Args:
+        name: The name of the argument.
+        value: The value of the argument.
+    """
     if name in _LOADING and value:
         return "it would load files, and is not part of an architecture"
     if name in _FETCHING and value:
@@ -289,7 +301,7 @@ def _reason_against(name: str, value: object) -> str:
 
 
 def _reason_against_values(value: object) -> str:
-    """Return the reason to refuse a value, or "" if it is taken.
+    """Return the reason to refuse the value of a builder's argument, or "" if it is allowed.
 
     A path of a file, an address and a huge number are refused, also inside lists.
     """

@@ -30,13 +30,19 @@ def data_config(model: nn.Module) -> Cfg:
 
 
 def assumed(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of those fields of `Preprocessing` that no record of the network states."""
+    """Return which values of an image's preparation a network does not state, so one is assumed.
+
+    They are names of fields of `Preprocessing`, such as `mean` or `crop_pct`.
+    """
     cfg = stated(model)
     return tuple(entry.name for entry in fields(Preprocessing) if cfg.get(entry.name) is None)
 
 
 def assumption(model: nn.Module) -> str:
-    """Return a sentence that names the values which are assumed for images. Empty if none are."""
+    """Return a sentence with each value of the preparation of images that is only assumed.
+
+    A value is assumed if no record of the network states it. If all are stated, the text is empty.
+    """
     config = data_config(model)
     parts: list[str] = []
     for name in assumed(model):
@@ -53,7 +59,7 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
 
     Args:
         model: The network.
-        values: The values that the user stated. None leaves a value of the record as it is.
+        values: The values that the user stated. A value that is None stays as it is in the record.
 
     Raises:
         OptionError: No image can be prepared in this way.
@@ -75,10 +81,10 @@ def state(model: nn.Module, values: Preprocessing) -> nn.Module:
 
 
 def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
-    """Write the size of its images into the network's record, and return the network.
+    """Write the size of a network's images into its record, and return the network.
 
     Args:
-        model: The network.
+        model: The network, which is changed.
         size: The size (C, H, W).
 
     Raises:
@@ -104,11 +110,12 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
 
 
 def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.Module:
-    """Write what inputs the network takes into its record, and return the network.
+    """Write into a network's record what inputs it takes, and return the network.
 
     Args:
-        model: The network.
-        inputs: The shape of each input without the batch, and its type, by name.
+        model: The network, which is changed.
+        inputs: A pair for each input, by the input's name: its shape without the batch, and its
+            type, such as `float32`.
     """
     _record(model, {"inputs": {name: list(stated) for name, stated in inputs.items()}})
     return model

@@ -65,13 +65,16 @@ _OF_TIMM_ALONE = frozenset(
 
 
 class _OwnRecord(BaseModel):
-    """The base of classes in which unknown keys, and values of another type, are refused."""
+    """The base of records that normswap writes. A key that is not listed in them is refused.
+
+    A value of another type is refused, too.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class _OfOthers(BaseModel):
-    """The base of classes for another library's files: keys that are not listed are ignored."""
+    """The base of records that another library writes. Keys that are not listed are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
 
@@ -155,7 +158,12 @@ class ShardIndex(_OfOthers):
 
 
 def _check_size(name: str, shape: list[int]) -> None:
-    """Raise ValueError for a shape that has more numbers than any sample."""
+    """Raise ValueError for the shape of an input with more numbers than a network is given.
+
+    Args:
+        name: The key of the shape in the record, for the message.
+        shape: The shape.
+    """
     count = 1
     for side in shape:
         count *= side

@@ -27,7 +27,7 @@ _ALWAYS_ALLOWED = 2**28
 
 
 class OutgrownFileError(ValueError):
-    """A file says that its content is far larger than the file."""
+    """A file states a content that is far larger than the file itself, and is not read."""
 
 
 def unpickle(file: Path) -> object:
@@ -44,13 +44,17 @@ def unpickle(file: Path) -> object:
     # torch raises many kinds of errors for a file that is none of its own.
     except Exception:
         # The file may hold a whole network. If it does not, torch's own error tells more.
+        # `read_pickled_network` returns a pair: the network's attributes and its tensors.
         with suppress(Exception):
             return read_pickled_network(file)[1]
         raise
 
 
 def unknown_names(file: Path) -> list[str]:
-    """Return the names of Python objects that a pickle needs. Empty if they are not known."""
+    """Return the names of the Python classes and functions that a pickle needs and torch refuses.
+
+    The list is empty if the file cannot be read.
+    """
     # torch raises many kinds of errors for a file that is none of its own.
     with suppress(Exception):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(file)))

@@ -81,13 +81,22 @@ class Header(BaseModel):
     @field_validator("pretrained_cfg", mode="before")
     @classmethod
     def _drop_addresses(cls, stated: object) -> object:
-        """Drop the keys of timm's registry, so that they are not refused as unknown keys."""
+        """Return a stored record of images without the keys that only timm's registry uses.
+
+        These are keys such as addresses. They would be refused as unknown keys.
+
+        Args:
+            stated: The record, as the file has it.
+        """
         return without_addresses(stated)
 
     @field_validator("report")
     @classmethod
     def _is_printable(cls, report: Report | None) -> Report | None:
-        """Refuse a report that no comparison can have written, and that could not be printed."""
+        """Raise ValueError for a report that no comparison can have written.
+
+        It could not be printed. Any other report is returned as it is.
+        """
         if report is None:
             return None
         if not report.logits:
@@ -125,11 +134,11 @@ class Header(BaseModel):
 
     @property
     def images(self) -> Body:
-        """The record of images and classes, with values that JSON can hold."""
+        """The saved network's record of images and classes, as a dict with values of JSON."""
         return image_record(self.pretrained_cfg.model_dump())
 
     def read_plan(self, file: Path) -> Plan:
-        """Return the plan of the network's conversions.
+        """Return the plan of the saved network's conversions.
 
         Args:
             file: The file that has the header, for the error.
@@ -184,6 +193,7 @@ def _parsed(text: str, file: Path) -> tuple[Body, Header]:
     Raises:
         SourceError: The record is damaged, or of a later version.
     """
+    # The report of a network may hold infinite numbers, so they are only refused further below.
     try:
         record = reading.parse_object(text, finite=False)
         version = record.get("version")
@@ -192,7 +202,7 @@ def _parsed(text: str, file: Path) -> tuple[Body, Header]:
             what = f"{file} has schema version {version!r:.40}, this normswap reads {VERSION}"
             raise SourceError(what, remedy="Upgrade it")
 
-        # Every number must be finite, except in the report: an error may be infinite.
+        # Every number must be finite, except in the report, where a measured error may be infinite.
         reading.check_plain({key: value for key, value in record.items() if key != "report"})
         header = reading.validated(_reader(), _with_todays_names(record, text))
     except reading.UnreadableError as error:
@@ -260,7 +270,10 @@ def _check_digests(record: Body, header: Header, place: Path, file: Path) -> Non
 
 
 def noted_digest(folder: Path) -> str | None:
-    """Return the header's digest as a directory's config.json has it, or None if it has none."""
+    """Return the digest of the weights file's header that a directory's config.json has noted.
+
+    The result is None if there is no such digest.
+    """
     config = read_config(folder)
     entry = config.get(KEY) if config is not None else None
     digest = entry.get("header") if isinstance(entry, dict) else None
