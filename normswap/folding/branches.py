@@ -95,7 +95,10 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _adds_nothing(node: fx.Node) -> bool:
-    """Whether `node` adds the number 0, which stands for a removed branch."""
+    """Whether `node` adds the number 0 to its input.
+
+    An earlier merge of branches has left the number in place of a branch.
+    """
     numbers = [arg for arg in node.args if not isinstance(arg, fx.Node)]
     name = getattr(node.target, "__name__", str(node.target)).strip("_")
     is_addition = name in ("add", "iadd", "radd") and len(node.args) == 2
@@ -110,8 +113,9 @@ def _terms(
     Args:
         builder: The plan in the making.
         node: The node of the sum.
-        barrier: The barrier between this sum and the outermost one (`_Term`).
-        inner_sums: The sums that are terms of others. Those that are met are added.
+        barrier: The step between this sum and the outermost one that fails in training on the
+            number 0, such as a DropPath. None if there is none.
+        inner_sums: The nodes of sums that are terms of other sums. This function adds to the set.
     """
     for end in inputs(node):
         # Go up through identities, which may be barriers, to the module or sum that makes the term.
@@ -131,7 +135,7 @@ def _terms(
 
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether `node` returns its one input in eval mode."""
+    """Whether `node` hands its only input on unchanged in eval mode."""
     return (builder.is_identity(node) or _adds_nothing(node)) and len(inputs(node)) == 1
 
 
@@ -143,7 +147,8 @@ def _term(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Term:
     Args:
         builder: The plan in the making.
         end: The last node of the term.
-        barrier: The barrier between the term and the sum (`_Term`).
+        barrier: The step between the term and the sum that fails in training on the number 0, such
+            as a DropPath. None if there is none.
     """
     # Go up to a convolution. If there is none, the last scale and shift makes the term.
     node = end
@@ -216,9 +221,11 @@ def _merged(builder: PlanBuilder, terms: list[_Term]) -> Branches | None:
     """
     modules = builder.traced.modules
 
-    # Terms behind different barriers cannot be merged. Only those behind the first barrier, and
-    # those without one, are considered. If there is a barrier, the convolution that stays must be
-    # behind it, so that the number 0 does not reach the barrier.
+    # A barrier is a step between a term and the sum that fails in training on the number 0, such as
+    # a DropPath. Merging leaves the number 0 in place of each branch that is absorbed. So terms
+    # behind different barriers cannot be merged: only those behind the first barrier, and those
+    # without one, are considered. The convolution that stays must be behind the barrier, too, so
+    # that the barrier still reads a tensor.
     barriers = [
         term.barrier for term in terms if term.barrier is not None and term.path is not None
     ]

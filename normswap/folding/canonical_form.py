@@ -103,7 +103,9 @@ def _fold_module(builder: PlanBuilder, site: Site) -> None:
         builder.refusals[path] = site.refusal
         return
 
-    # Each way raises NotFoldable, with its reason, before it changes the plan for good.
+    # The ways are, in this order: into the layers before the map, into the layers after it, the
+    # scale alone into the layers after it, and a single number through sums and gates. Each way
+    # raises NotFoldable, with its reason, before it changes the plan for good.
     reasons = []
     for fold in (_fold_back, _fold_forward, _move_scale, _fold_scalar):
         try:

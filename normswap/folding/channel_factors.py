@@ -42,10 +42,12 @@ FIXED = 0
 class Reach:
     """A layer whose parameters change when the channels around it are multiplied by factors.
 
+    Channels that must have the same factor form a group. The groups are numbered.
+
     Args:
         path: The path of the layer.
-        writes: The group of each channel that it writes, (C_out,).
-        reads: The group of each channel that it reads, (C_in,).
+        writes: The number of the group of each output channel, (C_out,).
+        reads: The number of the group of each input channel, (C_in,).
     """
 
     path: str
@@ -54,13 +56,15 @@ class Reach:
 
 
 class Channels:
-    """Groups of channels that must be multiplied by the same factor, in a folded network.
+    """The groups of channels of a folded network: the channels of a group must share one factor.
 
-    The factors rescale the network without changing its function.
+    The channels can be multiplied by any factors, if weights and biases are changed with them
+    (`scale`). The network then computes what it did.
 
     Attributes:
-        layers: The convolutions and linear layers, whose weights depend on the factors.
-        shifts: The layers that pass channels on and have biases, which depend on the factors.
+        layers: The convolutions and linear layers, whose weights change with the factors.
+        shifts: The layers of the classes `ChannelAffine` and `ChannelBias` that hand channels on.
+            Their biases change with the factors.
         count: The number of groups. Group 0 has the channels that cannot be scaled.
     """
 
@@ -99,9 +103,11 @@ class Channels:
     def _visit(self, node: fx.Node) -> list[int] | None:
         """Note which channels the node's value has, each as a number that is unique in the network.
 
+        Each channel is to be multiplied by a factor that is not known yet.
+
         Returns:
-            The channels that the node reads, if it calls a layer whose weights or biases depend on
-            their factors. None for any other node.
+            The channels that the node reads, if it calls a layer whose weight or bias must change
+            with their factors. None for any other node.
         """
         sources = inputs(node)
         channels_read = [self._channels_of.get(source) for source in sources]
@@ -116,6 +122,8 @@ class Channels:
         if passed is None:
             self._fix(channels_read)
             return None
+        # A layer that adds a bias per channel passes on the channels that it reads. Their factors
+        # multiply its bias.
         self._channels_of[node] = passed
         return passed if _shifts(module) else None
 
@@ -141,7 +149,7 @@ class Channels:
             self._fix(channels_read)
             reads = [FIXED] * width
 
-        # The outputs are new channels, each in a group of its own.
+        # The outputs are new channels, each in a group of its own: its parent is itself.
         first = len(self._parents)
         written = [*range(first, first + len(weight))]
         self._channels_of[node] = written
@@ -153,7 +161,8 @@ class Channels:
     ) -> list[int] | None:
         """Return the channels of the node's value, or None if no factor passes the node.
 
-        A channel is a number that no other channel of the network has.
+        Each channel is to be multiplied by a factor that is not known yet. A channel is given by a
+        number that no other channel of the network has.
 
         Args:
             node: A node that calls no linear layer.
@@ -186,7 +195,8 @@ class Channels:
                 self._join(first_channel, second_channel)
             return first
         if is_mul(node):
-            # A gate x g(x) passes the factors of x on, so g(x) must keep the factor 1.
+            # A gate x g(x) passes the factors of x, its main input, on. The channels of g(x) get
+            # the factor 1, since the product would otherwise be multiplied by their factors, too.
             main = self.traced.main_input(node)
             if main is not None and main.meta["shape"] == shape:
                 pairs = zip(sources, read, strict=True)
@@ -210,7 +220,8 @@ class Channels:
         if not isinstance(after, torch.Size) or not isinstance(before, torch.Size):
             return None
 
-        # The bias of a shift can take up one set of factors only, so the layer may be called once.
+        # A layer that adds a bias per channel passes its channels on, and its bias is multiplied by
+        # their factors. Another call could ask for other factors, so the layer may have one only.
         module = self.traced.module(node)
         if module is not None and _shifts(module):
             may_change = self.builder.anatomy.takes_part(str(node.target))
@@ -232,7 +243,10 @@ class Channels:
         return channels if propagates_scale(self.builder, node) else None
 
     def _is_homogeneous(self, node: fx.Node, module: nn.Module | None) -> bool:
-        """Whether `node` is an identity, a product with a number, or a pooling."""
+        """Whether positive factors of the channels pass `node`, as f(c x) = c f(x).
+
+        This holds for an identity, a product with a number, a pooling or a resizing of maps.
+        """
         if self.builder.is_identity(node) or is_constant_mul(node) or node.target in _POOLS:
             return True
         if keeps_forward(module, (nn.Upsample,)):
@@ -255,7 +269,7 @@ class Channels:
         return True
 
     def _fix(self, channels_of_values: Sequence[list[int] | None]) -> None:
-        """Give all these channels the factor 1.
+        """Give all channels of several values the factor 1.
 
         Args:
             channels_of_values: The channels of each of several values. None stands for a value
@@ -273,9 +287,10 @@ class Channels:
         self._parents[max(root, other_root)] = min(root, other_root)
 
     def _root(self, channel: int) -> int:
-        """Return the channel that stands for the group of `channel`: the root of its tree.
+        """Return the channel that stands for the group of `channel`.
 
-        The path to the root is shortened (union-find with path halving).
+        A group has the channels that share a factor, and is a tree, whose root stands for it. The
+        path to the root is shortened (union-find with path halving).
         """
         while self._parents[channel] != channel:
             self._parents[channel] = self._parents[self._parents[channel]]
@@ -303,7 +318,10 @@ def _flattened(channels: list[int], before: torch.Size, after: torch.Size) -> li
 
 
 def _shifts(module: nn.Module | None) -> bool:
-    """Whether a layer passes channels on, and has a bias (C,) that depends on their factors."""
+    """Whether a layer adds a bias per channel, and factors of the channels can pass the layer.
+
+    The bias must be multiplied by the factors, too.
+    """
     return isinstance(module, ChannelAffine | ChannelBias) and is_homogeneous(module.act)
 
 
@@ -339,6 +357,7 @@ def scale(model: nn.Module, channels: Channels, factors: Tensor) -> None:
         if module.bias is not None:
             module.bias.copy_(module.bias.double() * out_factors)
 
+    # A layer act(s x + t) hands its channels on. Only its shift t changes with their factors.
     for layer in channels.shifts:
         bias = model.get_submodule(layer.path).get_parameter("bias")
         bias.copy_(bias.double() * factors[layer.writes])

@@ -40,6 +40,7 @@ def free(builder: PlanBuilder) -> None:
             with _or_note(builder, str(node.target)):
                 _move_forward(builder, node, module.gamma, f"{node.target}.gamma")
 
+    # A block that could not be looked into (`opaque`) has no products in the graph.
     for path, module in traced.modules.items():
         if not isinstance(module, NormFreeBlock) or path in traced.opaque:
             continue
@@ -71,8 +72,18 @@ def _or_note(builder: PlanBuilder, path: str) -> Iterator[None]:
 
 
 def _free_block(builder: PlanBuilder, path: str, block: NormFreeBlock) -> None:
-    """Fold beta, the attention's gain, alpha and SkipInit's gain of one block."""
-    # These are the steps of the block's own forward, without those of the modules inside.
+    """Fold the factors of timm's `NormFreeBlock` into its convolutions, or note why they stay.
+
+    The factors are beta at the block's start, and in its branch the gain of the attention,
+    SkipInit's gain and alpha.
+
+    Args:
+        builder: The plan in the making.
+        path: The path of the block.
+        block: The block.
+    """
+    # These are the steps of the block's own forward, without those of the modules inside. `inside`
+    # has the paths of the modules around a node, and the innermost is the last.
     nodes = [node for node in builder.traced.nodes if node.meta["inside"][-1:] == (path,)]
     # The products with numbers, in order, must be those of a NormFreeBlock's forward. Otherwise it
     # would not be known which product is by which factor.
@@ -121,21 +132,21 @@ def _fold_skipinit_gain(builder: PlanBuilder, path: str, gain: float, nodes: lis
     product = next((node for node in nodes if _is_in_place(node)), None)
     if product is None:
         raise NotFoldable("it is not in the graph")
-    # All readers of the branch's value see it scaled, and none has to undo the gain. The value None
-    # switches the gain off, so that forward leaves out its product.
+    # All readers of the branch's value are to see it scaled, so none of them has to undo the gain.
+    # With None in place of the gain, the block's forward leaves out the product.
     source = inputs(product)[0]
     enlarge(builder, source, gain, set(builder.traced.users[source]))
     builder.replace(f"{path}.skipinit_gain", "Number", value=None)
 
 
 def _move_forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
-    """Move a factor into the convolutions that read its product.
+    """Move a factor into the convolutions that read the product with it.
 
     Args:
         builder: The plan in the making.
         node: The node of the product.
         factor: The factor.
-        path: The path of the number, which becomes 1.
+        path: The path of the attribute that holds the factor. It becomes 1.
 
     Raises:
         NotFoldable: The classifier reads the product, whose features would change, or the factor
@@ -150,19 +161,20 @@ def _move_forward(builder: PlanBuilder, node: fx.Node, factor: float, path: str)
 
 
 def _move_back(builder: PlanBuilder, node: fx.Node, factor: float, path: str) -> None:
-    """Move a factor through gates into the last convolution before its product.
+    """Move a factor into the last convolution before the product with it, through gates.
 
     Args:
         builder: The plan in the making.
         node: The node of the product.
         factor: The factor.
-        path: The path of the number, which becomes 1.
+        path: The path of the attribute that holds the factor. It becomes 1.
 
     Raises:
         NotFoldable: A factor cannot pass a step.
     """
     (above,) = inputs(node)
-    # SkipInit's gain stands between the attention and alpha. A factor passes its product.
+    # alpha is the factor of a product behind the one with SkipInit's gain, which is in place. The
+    # search goes on above that product, since one number passes another.
     while _is_in_place(above):
         node = above
         above = inputs(above)[0]

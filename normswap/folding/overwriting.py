@@ -83,7 +83,7 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
 
 
 def _parting_steps(traced: Traced, after_node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that would part a value from a write into its memory if they copied.
+    """Return the steps that must not copy, so that a later read of a tensor sees a write to it.
 
     Args:
         traced: The recorded forward.
@@ -101,9 +101,10 @@ def _parting_steps(traced: Traced, after_node: fx.Node) -> list[fx.Node]:
 
 
 def _passing(traced: Traced, value: fx.Node) -> list[fx.Node]:
-    """Return the nodes through which a value got its memory in eval mode, the latest first.
+    """Return the steps, up to `value`, that handed on the memory in which `value` is.
 
-    They are views, operations in place, and layers that return their input.
+    In eval mode these are views, operations in place, and layers that return their input. The
+    latest step is the first.
     """
     passed = []
     while inputs(value) and (shares(traced, value) or is_identity(traced.module(value))):

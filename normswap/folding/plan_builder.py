@@ -116,12 +116,13 @@ class PlanBuilder:
 
     Args:
         anatomy: The network that the step changes.
-        linears: The factors and shifts that each linear layer absorbs, by its path.
+        linears: What each linear layer absorbs, such as norms and factors, by the layer's path.
         replacements: The edits that place other layers, by path.
         outcomes: The outcome for each norm, by its path.
-        refusals: Why nothing can be done to a norm, by its path.
+        refusals: Why a norm, or another module, cannot be converted, by its path.
         notes: Sentences that the user should read.
-        scalars: The layers that are chained behind the one at a path, by that path.
+        scalars: The layers to place behind a layer that another edit leaves, such as the scalar of
+            a residual branch, by that layer's path.
     """
 
     anatomy: Anatomy
@@ -169,7 +170,10 @@ class PlanBuilder:
 
     @cached_property
     def axes(self) -> Axes:
-        """For each value whose channels could be followed: in which of its dimensions they are."""
+        """The dimension of the channels of each recorded value, by the value's node (`Axis`).
+
+        Values whose channels could not be followed are left out.
+        """
         return channel_axes.find_axes(self.traced, self.is_identity)
 
     def edits(self) -> tuple[Edit, ...]:
@@ -196,7 +200,7 @@ class PlanBuilder:
         )
 
     def is_identity(self, node: fx.Node) -> bool:
-        """Whether `node` returns its input in eval mode, once the plan is carried out."""
+        """Whether `node` will return its input in eval mode, in the network that the plan makes."""
         site = self.traced.site_at(node)
         if site is None:
             is_idle_dropout = node.target is F.dropout and node.kwargs.get("training") is False

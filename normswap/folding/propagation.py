@@ -267,7 +267,11 @@ def distinct(modules: dict[str, nn.Module], paths: list[str]) -> list[str]:
 
 
 def obstacle(builder: PlanBuilder, node: fx.Node) -> str:
-    """Return the name of a node that a scale cannot pass, with the reason if it is a norm."""
+    """Return a text that names a step which a scale cannot pass, for the error.
+
+    The text is the name of the module or function that `node` calls. If the module is a norm that
+    cannot be converted, the reason follows.
+    """
     site = builder.traced.site_at(node)
     if site is not None and site.is_norm and site.refusal is not None:
         return f"{name(node)}: {site.refusal}"

@@ -84,7 +84,10 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
 
 
 def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
-    """Return the earliest step above `node` after which its channels are no longer known."""
+    """Return the node after which it is no longer known in which dimension the channels are.
+
+    The search goes from `node` up to the first such step of the forward.
+    """
     # A node without inputs, such as a parameter, is no step.
     while True:
         unknown = [
@@ -96,9 +99,16 @@ def _loses_channels(builder: PlanBuilder, node: fx.Node) -> fx.Node:
 
 
 def centre(builder: PlanBuilder, stream: Stream) -> None:
-    """Plan that what writes to a stream leaves out its mean over the channels."""
-    # A linear layer first absorbs the LayerScale behind it. If that is a parameter, ones take its
-    # place.
+    """Plan that the layers and parameters that are added to a residual stream lose their mean.
+
+    The mean is over the channels.
+
+    Args:
+        builder: The plan in the making.
+        stream: The residual stream, with the layers and parameters that write to it.
+    """
+    # A linear layer first absorbs the LayerScale behind it. A LayerScale that is a module is
+    # removed. One that is a parameter becomes ones.
     for linear, (scale, _) in stream.scales.items():
         builder.linear(linear).add(scale, AbsorbMode.AFTER)
         if scale in builder.traced.modules:
@@ -112,7 +122,10 @@ def centre(builder: PlanBuilder, stream: Stream) -> None:
 
 
 def _passes(builder: PlanBuilder, node: fx.Node) -> bool:
-    """Whether the output of `node` has mean zero if its inputs do."""
+    """Whether the output of `node` has mean zero over the channels if each of its inputs has.
+
+    This holds for sums, products with a number, and steps that treat all channels alike.
+    """
     if builder.is_identity(node) or channel_axes.is_step(builder.traced, node):
         return True
     return is_add(node) or is_constant_mul(node)
@@ -123,7 +136,7 @@ def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> boo
 
     Args:
         builder: The plan in the making.
-        node: The node of a value of the stream.
+        node: The node of a value of a residual stream.
         user: A node that reads the value.
     """
     site = builder.traced.site_at(user)
@@ -133,6 +146,7 @@ def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> boo
     if site.channel_dim is None:
         return False
 
+    # The norm must normalize as many numbers as there are channels, in their dimension.
     gamma, _ = site.scale_and_shift
     if gamma.shape != (axis.size,):
         return False
@@ -140,7 +154,11 @@ def _ignores_the_mean(builder: PlanBuilder, node: fx.Node, user: fx.Node) -> boo
 
 
 def _complaint(user: fx.Node) -> str:
-    """Return the reason why a stream that `user` reads cannot be centred."""
+    """Return why a residual stream must keep its mean over the channels, as a text.
+
+    Args:
+        user: A node that reads the stream and depends on the mean.
+    """
     if user.op == "output":
         return "the model returns it, with its mean"
     if is_add(user):
@@ -188,7 +206,16 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
 
 
 def _add_scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    """Note that the LayerScale at `path`, a module or a parameter, writes to the stream."""
+    """Note in `stream` that a LayerScale writes to it, and which linear layer it multiplies.
+
+    Args:
+        builder: The plan in the making.
+        stream: The residual stream.
+        path: The path of the LayerScale, which is a module or a parameter.
+
+    Raises:
+        NotFoldable: The linear layer cannot absorb the LayerScale.
+    """
     module = builder.traced.modules.get(path)
     try:
         if module is None:
@@ -203,7 +230,13 @@ def _add_scale(builder: PlanBuilder, stream: Stream, path: str) -> None:
 
 
 def _check_can_leave_mean_out(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    """Raise NotFoldable if a linear layer that writes to the stream cannot leave the mean out."""
+    """Raise NotFoldable if the outputs of a linear layer cannot lose their mean over the channels.
+
+    Args:
+        builder: The plan in the making.
+        stream: The residual stream that the outputs are added to.
+        path: The path of the linear layer.
+    """
     linear = builder.traced.modules[path]
     check_linear(builder, path, linear)
     if getattr(linear, "groups", 1) > 1:
@@ -220,9 +253,14 @@ def _check_can_leave_mean_out(builder: PlanBuilder, stream: Stream, path: str) -
 
 
 def _check_tensor(builder: PlanBuilder, stream: Stream, path: str) -> None:
-    """Raise NotFoldable if a parameter that is added to the stream cannot leave the mean out.
+    """Raise NotFoldable if a parameter that is added to a residual stream cannot lose its mean.
 
-    Otherwise the dimension of the parameter's channels is noted in `stream`.
+    The mean is over the channels. If it can, the dimension of the channels is noted in `stream`.
+
+    Args:
+        builder: The plan in the making.
+        stream: The residual stream, whose mean over the channels is to become zero.
+        path: The path of the parameter, such as a position embedding.
     """
     traced = builder.traced
     if not isinstance(traced.fetch(path), nn.Parameter):
@@ -230,6 +268,7 @@ def _check_tensor(builder: PlanBuilder, stream: Stream, path: str) -> None:
     if has_other_modules(builder, path):
         raise NotFoldable(f"{path} writes to it, and is read elsewhere too")
 
+    # Every recorded path through the network that reads the parameter must add it to the stream.
     for node in (*traced.nodes, *traced.alternative_nodes):
         if node.op != "get_attr" or str(node.target) != path or not traced.users[node]:
             continue
