@@ -58,7 +58,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def _recipes() -> list[str]:
-    """Return the names of the shipped recipes."""
+    """Return the names of the recipes that come with the package, for a shell's completion."""
     files = shipped.recipes().glob("*.yaml")
     return sorted(file.stem for file in files if file.name not in shipped.NO_RECIPES)
 

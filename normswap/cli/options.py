@@ -51,7 +51,11 @@ _ALL_KINDS = (
 
 
 def _model(help: str) -> Any:
-    """Return the argument MODEL with a text for --help."""
+    """Return typer's declaration of the argument MODEL.
+
+    Args:
+        help: What --help says of the argument.
+    """
     return Argument(metavar="MODEL", show_default=False, help=help)
 
 
@@ -62,7 +66,12 @@ Json = Annotated[bool, Option("--json", help="Print JSON, and nothing else, on s
 
 
 def output_option(metavar: str, help: str) -> Any:
-    """Return the option `-o` that names the file or directory to write."""
+    """Return typer's declaration of the option `-o`, which names the output to write.
+
+    Args:
+        metavar: The placeholder in --help, FILE or DIR.
+        help: What --help says of the option.
+    """
     return Option("-o", "--output", metavar=metavar, show_default=False, help=help)
 
 
@@ -424,9 +433,10 @@ def trust_flag(is_trusted: bool) -> list[str]:
 
 
 def trust_words(model: nn.Module) -> list[str]:
-    """Return the words of a command line that are needed to open the network's directory again.
+    """Return the words that a command line needs to open a network's directory.
 
-    The directory of a network that a factory of the user's own builds needs --trust-factory.
+    They are `--trust-factory` if a function of the user's own builds the network, and none
+    otherwise.
     """
     from normswap import provenance
 
@@ -435,7 +445,10 @@ def trust_words(model: nn.Module) -> list[str]:
 
 
 def exported_file(name: str) -> ExportedFile | None:
-    """Return the exported file that MODEL names, or None if its ending is of no such file."""
+    """Return the exported file that a MODEL names.
+
+    The result is None if the name does not end like an exported file, such as `.onnx`.
+    """
     if Path(name).suffix.lower() not in kinds.EXPORTED:
         return None
     from normswap.exporting.exported_file import ExportedFile
@@ -512,7 +525,7 @@ def parse(text: str) -> Value | list[Value]:
 
 
 def _scalar(text: str) -> Value:
-    """Return the Python value that a text writes, or the text itself."""
+    """Return the value that a text writes, such as 3, 0.5, true or none, or else the text."""
     # `capitalize` makes Python's True, False and None of true, false and none.
     try:
         value: Value = ast.literal_eval(text.capitalize())

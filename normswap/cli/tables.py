@@ -152,7 +152,7 @@ def table(
 def facts(*pairs: tuple[str, object]) -> None:
     """Print names and values in two columns. A pair without a value is left out.
 
-    A pipe gets the longest word whole, so that a path is never cut.
+    If the output goes into a pipe, the lines are so wide that no word, such as a path, is cut.
 
     Args:
         pairs: The name and the value of each line.

@@ -89,7 +89,7 @@ class Drift:
 
     @property
     def is_off(self) -> bool:
-        """Whether the drift is more than augmentation or chance makes."""
+        """Whether mean or variance are further off than augmentation or chance makes them."""
         has_shifted = self.mean - _CHANCE * self.error > _MEAN_DRIFT
         return has_shifted or self.log_var - _CHANCE * self.log_error > _LOG_VAR_DRIFT
 

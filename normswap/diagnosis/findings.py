@@ -186,7 +186,10 @@ class Case:
         return module if isinstance(module, LINEAR) else None
 
     def is_called(self, site: StoredNorm) -> bool:
-        """Whether the forward calls a norm. Without a recorded forward, every norm counts."""
+        """Whether the forward calls a norm.
+
+        If no forward could be recorded, the answer is yes for every norm.
+        """
         return self.traced is None or bool(self.calls(site))
 
     @cached_property
@@ -288,7 +291,10 @@ class Case:
 
     @cached_property
     def bare(self) -> nn.Module | None:
-        """The network as its library builds it, untrained. None if that cannot be found."""
+        """The same architecture as its library, such as timm, builds it, without trained weights.
+
+        None says that the architecture is not known, or cannot be built.
+        """
         try:
             arch = provenance.of(self.model).arch or zoo.identify(self.model, self._set_alike)
             return None if arch is None else zoo.skeleton(arch)

@@ -191,6 +191,7 @@ def exchanged_colours(case: Case) -> Iterator[Finding]:
 
     present = _Preparation(tuple(config["mean"]), tuple(config["std"]), reverses=False)
     reversed_order = replace(present, reverses=True)
+    # The images are turned back into pixels, and prepared again with red and blue exchanged.
     reversed_images = ImageBatches.read(
         case.model, reversed_order.apply(present.undo(images)).split(_BATCH)
     )
@@ -241,7 +242,11 @@ def _of_preparation(case: Case, preparation: _Preparation, *, evidence: str, cos
 
 
 def _entropies(model: nn.Module, images: ImageBatches) -> Tensor | None:
-    """Return the entropy of each image's class scores (N,) in nats, or None without such scores."""
+    """Return the entropy of a classifier's answer to each image, (N,), in nats.
+
+    The less sure the answer, the higher its entropy. The result is None if the network gives no
+    class scores.
+    """
     scores = class_scores(model, images.calls)
     if scores is None:
         return None
@@ -425,7 +430,7 @@ def _divergence(image_moments: Tensor, mean: Tensor, var: Tensor) -> float:
 
 
 class _NormReachedError(Exception):
-    """Ends a forward at the first norm."""
+    """Raised by a hook, to end a forward when it reaches the first norm."""
 
 
 @torch.inference_mode()

@@ -173,7 +173,7 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
 
 
 def _with_eps(case: Case, eps: float) -> Case:
-    """Return the case of a copy of the network in which every norm has this eps."""
+    """Return the same diagnosis (`Case`) for a copy whose norms have another eps."""
     model = copying.duplicate(case.model, memo={})
     for norm in population.norms_of(model).values():
         vars(norm.module)["eps"] = eps

@@ -302,7 +302,7 @@ def _reached(case: Case, site: StoredNorm) -> Tensor:
 
 
 def _filters(layer: Linearity) -> Tensor:
-    """Return the weights that make each output channel, (C, n) in float64."""
+    """Return a layer's weights as a matrix (C, n) in float64: n weights for each output channel."""
     weight = layer.weight.detach().double()
     # Transposed convolutions store (inputs, C / groups, *kernel), and each group has inputs and
     # outputs of its own.

@@ -630,9 +630,10 @@ def measure(model: nn.Module, share: Loader | None, engine: Accelerator) -> Eval
 
 
 def precise(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums on a device: float64, or float32 on MPS, which has no float64.
+    """Return the dtype in which losses and accuracies are summed on a device.
 
-    In float64 the order in which the processes are added up hardly matters.
+    It is float64, in which the order of the summands hardly matters. On MPS, which has no float64,
+    it is float32.
     """
     if device.type == "mps":
         return torch.float32

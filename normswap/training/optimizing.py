@@ -52,7 +52,7 @@ def optimizer(
 
     Raises:
         OptionError: Timm does not know the optimizer's name, or the optimizer does not take the
-            recipe's arguments or such groups.
+            recipe's arguments or groups of parameters.
     """
     # With auto the scheme of the last conversion says which parameters decay. A network that was
     # never converted follows kim2022.
@@ -380,9 +380,10 @@ class Objective:
             )
 
     def begin_update(self, epoch: float) -> None:
-        """Set whether mixup mixes the images of the next update.
+        """Switch mixup on or off for the next update.
 
-        It does so up to the epoch `data.augment.mixup_off`, if the recipe names one.
+        Mixup is off from the epoch that the recipe names as `data.augment.mixup_off`. If it names
+        none, mixup stays on.
 
         Args:
             epoch: The number of epochs done, as a fraction.
@@ -435,7 +436,13 @@ class Objective:
         return loss
 
     def _label_loss(self, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
-        """Return the mean loss of scores (N, classes) against labels or shares of classes."""
+        """Return the mean loss of scores against labels, as a tensor with one number.
+
+        Args:
+            logits: The network's scores (N, classes).
+            target: The labels (N,), or the shares of classes (N, classes) that mixup makes.
+            smoothing: The label smoothing, from 0 to 1.
+        """
         if self.bce:
             loss: Tensor = BinaryCrossEntropy(smoothing)(logits, target)
             return loss
@@ -483,5 +490,5 @@ class Teacher(nn.Module):
         return self.network(images if self.same else images * self.ratio + self.shift)
 
     def train(self, mode: bool = True) -> Teacher:
-        """Stay in eval mode, whatever mode is asked for."""
+        """Stay in eval mode, whatever `mode` asks for, and return the teacher itself."""
         return super().train(False)

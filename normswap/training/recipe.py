@@ -39,7 +39,10 @@ class Part(BaseModel):
 
 
 class RecipeNetwork(Part):
-    """`model`: what to train, if the command line names no MODEL."""
+    """The keys under `model` in a recipe: the network to train.
+
+    They are not read if the command line names a network.
+    """
 
     name: str = Field(
         description="As MODEL on the command line: a timm name, a directory, hf-hub:..."
@@ -51,7 +54,10 @@ class RecipeNetwork(Part):
 
 
 class Convert(Part):
-    """`convert`: the conversion before training, as `normswap convert` does it."""
+    """The keys under `convert` in a recipe: a conversion of the network's norms before training.
+
+    It does what `normswap convert` does.
+    """
 
     to: str = Field(description="A scheme, see `normswap schemes`.")
     options: Body = Field(default_factory=dict, description="Its options, e.g. {alpha: 0}.")
@@ -62,7 +68,10 @@ class Convert(Part):
 
 
 class Augment(Part):
-    """`data.augment`: timm's training transforms and mixup, by timm's names."""
+    """The keys under `data.augment` in a recipe: how training images are changed at random.
+
+    They set timm's training transforms and mixup, under timm's names.
+    """
 
     scale: tuple[Share, Share] | None = Field(
         None, description="Area of random resized crops; null: no such crops."
@@ -97,7 +106,10 @@ class Augment(Part):
 
 
 class Data(Part):
-    """`data`: images. Sizes, mean, std and interpolation are the network's own."""
+    """The keys under `data` in a recipe: which images are read, and in what batches.
+
+    Mean, standard deviation and interpolation are the network's own. So is the size, by default.
+    """
 
     root: str | None = Field(
         None, description="Folder of images; PATH/train and PATH/val (or test) are found."
@@ -122,7 +134,10 @@ class Data(Part):
 
 
 class Clip(Part):
-    """`optim.clip`: gradient clipping. Adaptive clipping (AGC) leaves the classifier alone."""
+    """The keys under `optim.clip` in a recipe: how gradients are clipped.
+
+    Adaptive clipping (AGC) does not clip the gradients of the classifier.
+    """
 
     mode: Literal["agc", "norm", "value"] = Field(
         "agc", description="Adaptive (Brock et al. 2021), by norm or value."
@@ -133,7 +148,7 @@ class Clip(Part):
 
 
 class Optim(Part):
-    """`optim`: a timm optimizer, and how it treats groups of parameters."""
+    """The keys under `optim` in a recipe: timm's optimizer, and its groups of parameters."""
 
     name: str = Field(
         "sgd", description="timm's name: sgd (with Nesterov), momentum, adamw, lamb ..."
@@ -158,7 +173,10 @@ class Optim(Part):
 
 
 class Schedule(Part):
-    """`schedule`: a timm scheduler, stepped per update."""
+    """The keys under `schedule` in a recipe: how the learning rate changes during training.
+
+    They set one of timm's schedulers, which is stepped at each update.
+    """
 
     name: Literal["cosine", "step", "multistep", "poly", "constant"] = Field(
         "cosine", description="timm's scheduler."
@@ -178,14 +196,17 @@ class Schedule(Part):
 
 
 class Ema(Part):
-    """`train.ema`: the moving average of the weights, by timm's ModelEmaV3."""
+    """The keys under `train.ema` in a recipe: the moving average of the weights.
+
+    It is computed by timm's ModelEmaV3.
+    """
 
     decay: Share = Field(0.9999, description="Share of the old average at each update.")
     warmup: bool = Field(True, description="Shorter memory at the beginning.")
 
 
 class Train(Part):
-    """`train`: how long, in what precision, and what is averaged and saved."""
+    """The keys under `train` in a recipe: epochs, precision, loss, averaged weights and saving."""
 
     epochs: Positive = Field(1.0, description="May be a fraction.")
     seed: Seed = Field(0, description="Of the order of images and of all that is drawn.")
@@ -205,7 +226,10 @@ class Train(Part):
 
 
 class Distill(Part):
-    """`distill`: learn from the network that the converted one came from (Hinton et al. 2015)."""
+    """The keys under `distill` in a recipe: learning from the outputs of a teacher network.
+
+    By default the teacher is the network before its conversion. Source: Hinton et al. 2015.
+    """
 
     teacher: str = Field("source", description="`source`: the checkpoint knows it; or a MODEL.")
     weight: Share = Field(0.5, description="Of the teacher's loss; 1: labels are not used.")

@@ -31,7 +31,7 @@ _TYPES = {
 
 
 def names() -> list[str]:
-    """List the shipped recipes."""
+    """Return the names of the recipes that come with the package, in alphabetical order."""
     files = shipped.recipes().glob("*.yaml")
     return sorted(file.stem for file in files if file.name not in shipped.NO_RECIPES)
 

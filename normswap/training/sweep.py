@@ -173,10 +173,13 @@ def lines(trials: Sequence[Trial], seeds: int, best: int) -> list[Line]:
 
 
 def _highest(rates: Sequence[Line]) -> list[Line]:
-    """Return the finished rates whose mean is the highest. There are several if means are equal.
+    """Return the lines of the best learning rates: those with the highest mean accuracy.
+
+    There are several if means are equal. Learning rates whose runs have not all ended, or with too
+    few successful runs, are left out.
 
     Args:
-        rates: The line of each learning rate.
+        rates: The table: one line for each learning rate.
     """
     # A full line has successes, and so a mean.
     means = [line.mean for line in rates if line.full and line.mean is not None]
@@ -309,7 +312,9 @@ def parse_rates(text: str) -> list[float]:
 
 
 class Sweep:
-    """One worker's view of a sweep.
+    """One worker's view of a sweep: many runs, with several learning rates and seeds.
+
+    Several workers, which are processes, share the runs by a database.
 
     Args:
         recipe: The recipe of every run. Its learning rate and seed are replaced.

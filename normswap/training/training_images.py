@@ -162,6 +162,7 @@ def _slice(images: list[Position], number: int, size: int) -> list[Position]:
         number: The number of the slice, from 0.
         size: The number of images in a slice.
     """
+    # An odd slice has no pairs. Mixup is refused then, so consecutive images serve.
     if size % 2:
         return images[number * size : (number + 1) * size]
 
@@ -198,11 +199,14 @@ def drawn_by(*parts: object) -> Iterator[None]:
 
 
 class Seeded(Dataset[Example]):
-    """Images by position, augmented at random by a function of the seed and the position.
+    """Training images that are augmented at random, in a way that can be repeated.
+
+    An image is asked for by its position: the epoch, the index of the image, and which of its
+    copies it is. The random numbers depend on the seed and the position alone.
 
     Args:
-        images: The images with their labels, by row.
-        rows: The rows that take part. Index i means the i-th of them.
+        images: All images with their labels, by row.
+        rows: The rows of the images that are trained on. The index i means the i-th of these rows.
         seed: The seed of the augmentation.
     """
 
@@ -282,7 +286,8 @@ class TrainingImages:
             last,
             repeats=self.data.augment.repeats,
         )
-        # The loader draws a seed when it starts, which torch's own generator would give otherwise.
+        # The loader draws a seed when it starts. With a generator of its own, it leaves torch's
+        # generator as it is.
         loader: DataLoader[object] = DataLoader(
             self.images,
             batch_sampler=order,
@@ -375,9 +380,13 @@ def held_out(model: Body, data: DataPart, images: TrainingImages) -> datasets.Lo
 
 
 def ignore_sigterm(worker: int) -> None:
-    """Ignore SIGTERM in a loader's process.
+    """Make the present process, which loads images, ignore the signal SIGTERM.
 
-    Schedulers send it to all processes, and the run still needs this one to end its epoch.
+    A job scheduler sends SIGTERM to all processes of a run. The run needs images until it has
+    saved its state.
+
+    Args:
+        worker: The number of the process, which torch passes. It is not read.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -482,6 +491,7 @@ def transform(model: Body, augment: Augment) -> transforms.Compose:
         img_size=size,
         scale=augment.scale,
         hflip=augment.hflip,
+        # With None, timm adds no jitter of colours at all.
         color_jitter=augment.color_jitter or None,
         auto_augment=augment.auto_augment,
         re_prob=augment.erase,

@@ -56,7 +56,7 @@ _MINUTES = "How long those trials may take [default: 3]."
 
 @dataclass(frozen=True)
 class Trying:
-    """The options of the trials: the images, how long they may take, and the device."""
+    """The options of short trainings that try each target: images, minutes and device."""
 
     data: Annotated[str | None, typer.Option(metavar="PATH", show_default=False, help=_DATA)] = None
     minutes: Annotated[

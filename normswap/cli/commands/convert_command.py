@@ -295,6 +295,7 @@ def _check_target(request: Request, asked: schemes.Options) -> None:
         return
 
     schemes.check_target(request.to)
+    # `purpose` is no option of a scheme. It is checked by itself.
     schemes.chosen(request.to, {name: value for name, value in asked.items() if name != "purpose"})
     schemes.check_purpose(request.purpose)
 

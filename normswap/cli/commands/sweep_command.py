@@ -43,7 +43,7 @@ _STORAGE = (
 
 @dataclass(frozen=True)
 class Varied:
-    """The options in which the runs of a sweep differ, and which of them count."""
+    """The options on the runs of a sweep: learning rates, seeds, and how many runs count."""
 
     lr: Annotated[str, Option("--lr", metavar="GRID", show_default=False, help=_LR)] = ""
     seeds: Annotated[

@@ -290,7 +290,7 @@ def _print(body: Body) -> None:
             ("relative L2", f"{distance}, {allowed}"),
             ("same answer", tables.same_answers(figures)),
             ("top-1", tables.top1_change(figures)),
-            # What was measured and not proved says its remark in the last line.
+            # If the comparison is not exact, `_conclusion` puts the remark into the last line.
             ("note", figures["remark"] if figures["exact"] else ""),
         )
     else:
