@@ -65,7 +65,9 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A scheme that suits the purpose. Whether the network can be converted to it is not known yet.
+    """A conversion scheme that suits what the user wants to do with the network.
+
+    Whether this network can be converted by it is not known yet.
 
     Args:
         scheme: The name of the scheme.
@@ -89,8 +91,8 @@ def advise(
 ) -> tuple[list[Advice], dict[str, str]]:
     """Return the schemes that a network can be converted to for a purpose, the best first.
 
-    A second value tells why others that suit the purpose are not possible: the reason of each, by
-    the name of the scheme.
+    The second value that is returned is a dict. For each scheme that would suit the purpose but is
+    not possible for this network, it has the reason, by the name of the scheme.
 
     Args:
         network: The network, or its record.
@@ -137,7 +139,7 @@ def advise(
 def _planned(
     network: Network, candidate: _Candidate, *, name: str, data: str, private: bool
 ) -> Advice:
-    """Return a candidate as advice, with the command that converts the network.
+    """Return the advice to convert a network by a scheme, with the command to type.
 
     Args:
         network: The network.
@@ -147,9 +149,9 @@ def _planned(
         private: Whether the network will be trained privately.
 
     Raises:
-        RefusedError: The network does not admit the target.
+        RefusedError: The network cannot be converted by this scheme.
     """
-    # A scheme that fits values and does not keep the function exactly needs images.
+    # A scheme needs images if it fits values to them and does not keep the function exactly.
     scheme = schemes.get(candidate.scheme)
     is_fitted = scheme.fit is not None and not scheme.is_exact(scheme.defaults)
     options = dict(candidate.options)
@@ -200,8 +202,9 @@ def elsewhere(
     Returns:
         The task in words, and the top-1 with its deviation, as text, by target.
     """
-    # These are the names of the tasks in the file: the usual one learns from labels in large
-    # batches, `two` has two images an update. The first difference from the usual one decides.
+    # The tasks are keys of the JSON file. `labels` is the usual one: training on labels in large
+    # batches. In `two` a batch has two images. If the user's task differs from the usual one in
+    # several respects, the first of them below decides.
     task = "labels"
     if private:
         task = "private"
@@ -219,13 +222,16 @@ def elsewhere(
 def _candidates(
     model: nn.Module, batch_size: int, *, private: bool, deploy: bool
 ) -> Iterator[_Candidate]:
-    """Yield the schemes that suit the purpose, the best first.
+    """Yield the conversion schemes that suit the user's purpose, the best first.
+
+    Whether the network can be converted by them is not checked here.
 
     Args:
         model: The network.
         batch_size: The number of images that a device trains on at once.
-        private: Whether the network will be trained privately, with gradients per sample.
-        deploy: Whether the network is not trained, but only run.
+        private: Whether the network will be trained with differential privacy, which needs the
+            gradient of each sample.
+        deploy: Whether the network is not trained any more, but only run.
     """
     if deploy:
         yield _Candidate(
@@ -251,11 +257,13 @@ def _candidates(
 
 
 def _without_batch_statistics(reason: str, *, caution: str = "") -> Iterator[_Candidate]:
-    """Yield the schemes that need no statistics of the batch, the best first.
+    """Yield the conversion schemes that need no statistics of the batch, the best first.
 
     Args:
-        reason: Why the statistics of the batch are of no use, as the beginning of a sentence.
-        caution: What speaks against scalars here, as the end of a sentence.
+        reason: The words with which each printed reason begins: why the statistics of the batch
+            are of no use to the user.
+        caution: The words with which the reason for `skipinit` ends: what speaks against its
+            scalars. Empty if nothing does.
     """
     keeps = "keeps the function; no norm, one scalar per branch"
     yield _Candidate("skipinit", f"{reason}: {keeps}{caution}")
@@ -266,7 +274,8 @@ def _without_batch_statistics(reason: str, *, caution: str = "") -> Iterator[_Ca
         f" {_GROUPNORM_COST}",
     )
     yield groupnorm
-    # The plain norm is advised beside ours, because other libraries load it as it is.
+    # By default `groupnorm` gives each norm a large eps of its own. It is also advised with the
+    # usual eps, because other libraries load that network as it is.
     yield replace(
         groupnorm,
         why=f"{groupnorm.why}; with the eps of other libraries, which keeps less at once",

@@ -66,12 +66,15 @@ class Point:
 
 @dataclass(frozen=True)
 class _BlockNodes:
-    """The graph nodes of a block whose values are measured.
+    """The nodes of the recorded graph whose values are measured in one residual block.
+
+    The block computes y = skip + alpha f(x).
 
     Args:
-        total: The sum.
-        branch_end: The end of the branch, before its scalar.
-        added: What the branch adds to the sum, after its scalar.
+        total: The node of y, the sum.
+        branch_end: The node of f(x), the end of the branch before its scalar.
+        added: The node of alpha f(x), which is added to the skip. If the branch has no scalar, it
+            is the node of f(x).
     """
 
     total: fx.Node
@@ -80,7 +83,7 @@ class _BlockNodes:
 
     @property
     def names(self) -> set[str]:
-        """The names of the three nodes."""
+        """The names of the three nodes in the recorded graph."""
         return {self.total.name, self.branch_end.name, self.added.name}
 
 
@@ -124,7 +127,7 @@ def signal_propagation(
     for block_nodes in nodes:
         names |= block_nodes.names
 
-    # timm's networks say by `output_fmt` if their maps are (N, H, W, C).
+    # `moments` is filled below. timm's networks say by `output_fmt` if their maps are (N, H, W, C).
     moments: _Moments = {}
     channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
     if batch_statistics:
@@ -132,7 +135,8 @@ def signal_propagation(
     # The network runs in eval mode, and what its forward writes into it is undone afterwards.
     with torch.no_grad(), undisturbed(model):
         for example in examples:
-            # The graph of a network that takes a list of images is that of a single image.
+            # A network that takes a list of images was recorded with one image in the list. So each
+            # image is measured in a call of its own.
             singles = example.parted(1) if example.listed else [example]
             for single in singles:
                 _add_moments(model, single.like(model), names, moments, channels_last=channels_last)
@@ -159,6 +163,7 @@ def signal_propagation(
 def _without_running_statistics(model: nn.Module) -> nn.Module:
     """Return a copy whose BatchNorms normalize by the batch's statistics, even in eval mode."""
     twin = copying.duplicate(model, {})
+    # A BatchNorm of torch does so if it has no running statistics.
     for site in sites_of(twin):
         if site.learns_statistics:
             for name in ("running_mean", "running_var"):
@@ -168,9 +173,11 @@ def _without_running_statistics(model: nn.Module) -> nn.Module:
 
 
 def _multipliers(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters by which a module multiplies its values.
+    """Return the names of the parameters of a module that multiply its whole output.
 
-    If such a parameter is 0, the module's output does not depend on its input.
+    They are gammas of norms, gains of convolutions, and scalars of residual branches. If one of
+    them is 0, the output does not depend on the input. A name is returned even if the module has no
+    parameter of that name.
     """
     if isinstance(module, OwnLayer):
         return tuple(name for name, role in module.ROLES.items() if role in (GAMMA, "alpha"))
@@ -180,10 +187,11 @@ def _multipliers(module: nn.Module) -> tuple[str, ...]:
 
 
 def awake(model: nn.Module) -> nn.Module:
-    """Return a copy of a network in which every gamma, gain or scalar of zeros is set to ones.
+    """Return a copy of a network in which no residual branch is multiplied by 0.
 
-    Such a parameter hides its branch from the plot. timm starts each branch with a last gamma, gain
-    or `skipinit_gain` of 0; SkipInit may start from alpha = 0.
+    Every gamma, gain or scalar that is all zeros is set to ones. Otherwise a plot of the signal
+    would not show its branch. timm begins training with a last gamma, gain or `skipinit_gain` of 0
+    in each branch. SkipInit may begin with alpha = 0.
     """
     twin = copying.duplicate(model, {})
     for module in nn.Module.modules(twin):
@@ -195,14 +203,16 @@ def awake(model: nn.Module) -> nn.Module:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return a copy in which every norm is the identity, as in the plain curve of the blog post.
+    """Return a copy of a network in which every norm is replaced by the identity.
 
-    If a norm applies an activation, the activation stays. Activations work out of place, because
-    they may now read the residual stream, which the skip reads as well.
+    It shows how the signal grows or decays without normalization. If a norm also applies an
+    activation, the activation stays. No activation of the copy works in place: it may now read the
+    residual stream itself, which the skip reads as well.
     """
     twin = copying.duplicate(model, {})
     norms = {path: site_of(module) for path, module in twin.named_modules()}
     for path, site in norms.items():
+        # The network itself, whose path is "", cannot be replaced.
         if site.is_norm and path:
             twin.set_submodule(path, site.activation or nn.Identity())
 
@@ -213,7 +223,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def _averages(moments: ChannelMoments) -> tuple[float, float]:
-    """Return the average over channels of the squared mean, and that of the variance.
+    """Return two averages over channels: of the squared mean, and of the variance.
 
     Args:
         moments: The moments of each channel of a node's value.
@@ -239,14 +249,20 @@ def _add_moments(
     Raises:
         RefusedError: The network does not run on the batch, or takes another path through its code.
     """
-    # A node whose value is met is taken out. What is left in the end was not reached by this run.
+    # A name is taken out as soon as the network has computed the node's value. If names are left in
+    # the end, the network took a path without these nodes.
     missing = set(names)
 
     def add(name: str, x: object) -> None:
-        """Add the value of the node `name` to its moments, if it is one of the names."""
+        """Add the value of a node to the moments of that node, if it is one to be measured.
+
+        Args:
+            name: The name of the node.
+            x: Its value in this run.
+        """
         if name not in names or not isinstance(x, Tensor):
             return
-        # Tokens are (N, L, C).
+        # Tokens are (N, L, C), so their channels come last, too.
         channel_dim = x.ndim - 1 if channels_last or x.ndim == 3 else 1
         values = x.movedim(channel_dim, 0).flatten(1).double()
         moments.setdefault(name, ChannelMoments.none(len(values), x.device)).add(values)
@@ -264,10 +280,10 @@ def _add_moments(
 
 
 def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
-    """Return the node of f(x) in y = skip + alpha f(x): the end of a block's branch, unscaled.
+    """Return the node of f(x) in a residual block y = skip + alpha f(x).
 
     The search goes up from the end of the branch, past drop path, identities, learnable scalars and
-    one constant factor.
+    one constant factor. f(x) is the first value that is none of these.
 
     Args:
         anatomy: The recorded network.
@@ -276,7 +292,7 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
     node = block.branch
     constants_left = 1
     while True:
-        # Stop at the first node that is none of these.
+        # Stop at the first node that is no product, identity, drop path or learnable scalar.
         module = anatomy.traced.module(node)
         multiplies = node.target in MULTIPLICATIONS
         passes = isinstance(module, nn.Identity) or type(module).__name__ == "DropPath"
@@ -288,8 +304,9 @@ def _before_scalars(anatomy: Anatomy, block: Block) -> fx.Node:
         tensors = [source for source in sources if source.op != "get_attr"]
         if multiplies and len(sources) == 1:
             constants_left -= 1
-        # A product of two tensors is a gate. The second constant from the end is the attention gain
-        # of NF networks. Both belong to f.
+        # A product of two tensors is a gate, such as squeeze-and-excitation. NF networks multiply
+        # the result by a constant, the attention gain, and then by alpha. The gate and the
+        # attention gain belong to f, so the search stops at them.
         if len(tensors) != 1 or constants_left < 0:
             return node
         node = tensors[0]

@@ -38,10 +38,12 @@ _FLOOR = 1e-3
 
 
 def plot(curves: Curves, file: Path, inputs: str) -> Path:
-    """Draw squared mean, variance and branch variance of each network over its blocks.
+    """Draw the signal of networks from residual block to block, and write the picture to a file.
+
+    There is one panel each for the squared mean, the variance and the variance of the branch.
 
     Args:
-        curves: The points of each network, by its name.
+        curves: The measured points of each network, one for each residual block, by its name.
         file: Where the picture is written. The suffix names its format.
         inputs: What the networks were run on, for the title.
 
@@ -64,23 +66,28 @@ def plot(curves: Curves, file: Path, inputs: str) -> Path:
 
 
 def is_logarithmic(curves: Curves, quantities: Iterable[str]) -> bool:
-    """Whether some quantity varies so much that the axes should be logarithmic.
+    """Whether the y axes of a plot should be logarithmic.
 
-    The answer is for all panels at once, so that they can be compared side by side.
+    They should if one of the quantities varies a lot over the blocks and networks. The answer is
+    for the panels of all quantities, so that they can be compared side by side.
 
     Args:
-        curves: The points of each network, by its name.
-        quantities: The names of fields of `Point`.
+        curves: The measured points of each network, one for each residual block, by its name.
+        quantities: The quantities to be drawn, as names of fields of `Point`.
     """
     spans = [_span(curves, quantity) for quantity in quantities]
     return any(high / low > _LOG_ABOVE for low, high in spans)
 
 
 def _span(curves: Curves, quantity: str) -> tuple[float, float]:
-    """Return the smallest and the largest value of a quantity over all networks.
+    """Return the smallest and the largest value of a quantity that a logarithmic axis shows.
 
-    A logarithmic axis shows neither zeros nor what is smaller than `_FLOOR`, so the smallest value
-    is positive.
+    Zeros and infinite values are left out. If the smallest value is below `_FLOOR`, `_FLOOR` is
+    returned in its place.
+
+    Args:
+        curves: The measured points of each network, one for each residual block, by its name.
+        quantity: The name of a field of `Point`.
     """
     values = [getattr(point, quantity) for points in curves.values() for point in points]
     drawn = [value for value in values if 0 < value < math.inf]
@@ -88,12 +95,12 @@ def _span(curves: Curves, quantity: str) -> tuple[float, float]:
 
 
 def draw(axes: Axes, curves: Curves, quantity: str, label: str, *, is_log: bool) -> None:
-    """Draw one quantity of `Point` for every network.
+    """Draw one measured quantity of every network as a curve over its residual blocks.
 
     Args:
         axes: The axes to draw on.
-        curves: The points of each network, by its name.
-        quantity: The name of a field of `Point`.
+        curves: The measured points of each network, one for each residual block, by its name.
+        quantity: The quantity, as the name of a field of `Point`.
         label: The text beside the y axis.
         is_log: Whether the y axis is logarithmic.
     """
@@ -118,7 +125,7 @@ def draw(axes: Axes, curves: Curves, quantity: str, label: str, *, is_log: bool)
         axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
 
-    # Stages are shaded if all networks have the same.
+    # Stages are shaded only if all networks have the same, as they share the x axis.
     all_stages = {tuple(point.stage for point in points) for points in curves.values()}
     stages = all_stages.pop() if len(all_stages) == 1 else ()
     over_blocks(axes, stages)
@@ -145,7 +152,10 @@ def over_blocks(axes: Axes, stages: Sequence[str]) -> None:
 
 
 def save(figure: Figure, file: Path) -> Path:
-    """Write a matplotlib figure, whole or not at all, in the format that the suffix names."""
+    """Write a matplotlib figure to a file, and return the path of the file.
+
+    The suffix of the file names the format. If writing fails, no part of the file is left.
+    """
     picture_format = format_of(file)
     return atomic_write.whole(
         file, lambda aside: figure.savefig(aside, format=picture_format, dpi=100)
@@ -157,7 +167,7 @@ def format_of(file: Path) -> str:
 
     Raises:
         OptionError: Matplotlib is not installed.
-        OutputError: Matplotlib does not write such a format.
+        OutputError: Matplotlib does not write the format that the suffix names.
     """
     require_packages(f"a picture ({file})", ("matplotlib",), "plots")
     from matplotlib.backend_bases import FigureCanvasBase

@@ -55,24 +55,32 @@ def of_network(network: Network, source: str) -> Body:
 
 
 def parameters(model: nn.Module) -> int:
-    """Return the number of values of all parameters. A shared tensor counts once."""
+    """Return how many numbers all parameters of a network have. A shared tensor counts once."""
     return sum(parameter.numel() for parameter in nn.Module.parameters(model))
 
 
 def _norm_classes(model: nn.Module) -> Counter[str]:
-    """Return how many norms of each class a network has."""
+    """Return how many norms of each class a network has, by the name of the class."""
     return Counter(site.kind for site in sites_of(model) if site.is_norm)
 
 
 def sizes(model: nn.Module) -> dict[str, int]:
-    """Return the number of norms (`norms`) and of values of all parameters (`parameters`)."""
+    """Return a dict with two counts of a network.
+
+    `norms` is the number of its norms, and `parameters` how many numbers all its parameters have.
+    """
     return {"norms": _norm_classes(model).total(), "parameters": parameters(model)}
 
 
 def _block(block: Block, anatomy: Anatomy) -> Body:
-    """Return a dict that describes a residual block.
+    """Return a dict that describes a residual block for `normswap inspect --json`.
 
-    `alpha` is the value of the scalar on its branch, or None if it has none.
+    It has the fields of `Block` without the graph nodes. `alpha` is added: the value of the scalar
+    on the branch, or None if the branch has none.
+
+    Args:
+        block: The block.
+        anatomy: The recorded network that the block is in.
     """
     body: Body = {name: getattr(block, name) for name in _BLOCK_FIELDS}
     body["norms"] = list(block.norms)
@@ -85,7 +93,7 @@ def _block(block: Block, anatomy: Anatomy) -> Body:
 
 
 def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
-    """Return a dict that describes a norm.
+    """Return a dict that describes a norm for `normswap inspect --json`.
 
     Args:
         norm: The norm.
@@ -93,11 +101,11 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         folding: The plan that folds every norm, which says what would become of this one.
 
     Returns:
-        The norm's kind and place. `mean` and `std` are the ranges over channels of its output's
-        moments. `constant` is the share of variance + eps that is the same for every sample, and
-        `removed` is the rest (`constant_share`). `folding` says what folding would do to the norm,
-        `refused` why the norm cannot be folded. Each is None where it is not known or does not
-        apply.
+        The norm's kind and place, and these values. `mean` and `std` are the mean and deviation of
+        the norm's output, each as its smallest and largest value over the channels. `constant` is
+        the share of variance + eps that is the same for every sample (`constant_share`), and
+        `removed` is 1 - constant. `folding` says what folding would do to the norm, and `refused`
+        why the norm cannot be folded. A value that is not known or does not apply is None.
     """
     # The moments of the norm's output, or those of the BatchNorm that once stood there.
     site = norm.site
@@ -110,8 +118,8 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
         if kept:
             mean, std = kept
 
-    # Folding looks only at norms that are s x + t per channel in eval mode. For another norm, the
-    # reason is its site's.
+    # Folding looks only at norms that are s x + t per channel in eval mode. For any other norm, the
+    # record of the module (its site) says why it cannot be folded.
     refused = folding.refusals.get(norm.path)
     if not site.is_affine_norm:
         refused = refused or site.refusal
@@ -134,11 +142,11 @@ def _norm(norm: Norm, anatomy: Anatomy, folding: PlanBuilder) -> Body:
 
 
 def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
-    """Return which share of variance + eps is eps in a GroupNorm that replaced a BatchNorm.
+    """Return the share eps / (variance + eps) for a GroupNorm that replaced a BatchNorm.
 
-    The variance is that of a sample with the BatchNorm's running statistics, within a group,
-    averaged over the groups. If the deviation of such a sample grows by 1 %, the deviation of the
-    norm's output grows by this share of 1 %. The norm removes the rest.
+    The variance is the one within a group of a sample that has the BatchNorm's running statistics,
+    averaged over the groups. The share says how much of a sample's scale gets through the norm: if
+    the deviation of the input grows by 1 %, that of the output grows by this share of 1 %.
 
     Args:
         norm: The norm.
@@ -167,7 +175,12 @@ def constant_share(norm: Norm, anatomy: Anatomy) -> float | None:
 
 
 def _group_norm_edit(plan: Plan, path: str) -> Edit | None:
-    """Return the last edit of a plan that placed a GroupNorm at a path, or None."""
+    """Return the last edit of a plan that put a GroupNorm at a path, or None if there is none.
+
+    Args:
+        plan: The plan of all conversions of a network.
+        path: The dotted path at which the replaced norm stood.
+    """
     last_edit = None
     for step in plan.steps:
         for edit in step.edits:
@@ -177,7 +190,7 @@ def _group_norm_edit(plan: Plan, path: str) -> Edit | None:
 
 
 def _range(values: Tensor | None) -> list[float] | None:
-    """Return the least and the largest value, or None where there are none."""
+    """Return [smallest value, largest value] of a tensor, or None if there is no tensor."""
     if values is None or not values.numel():
         return None
     return [values.min().item(), values.max().item()]
@@ -212,13 +225,14 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
 
 
 def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
-    """Return a dict for each step of a conversion. The last one has what was measured.
+    """Return a dict for each step of a conversion. The last dict also has what was measured.
 
     Args:
         conversion: The conversion.
         scheme: The name of a conversion that has no step, such as `unfold`.
     """
-    # The plan holds all steps since the bare architecture. The last ones are this conversion's.
+    # The plan holds the steps of all conversions since the original architecture. The last
+    # `conversion.steps` of them are this conversion's.
     new_steps = conversion.plan.steps[-conversion.steps :]
     if not new_steps:
         new_steps = (Step(scheme, {}, ()),)

@@ -79,13 +79,14 @@ _KIM = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """The role of a trainable parameter, and whether it decays.
+    """The decision whether weight decay applies to a trainable parameter.
 
     Args:
         path: The name of the parameter in the network.
-        role: Its role, such as `weight`, `bias` or `gamma_last`.
-        decay: Whether it decays.
-        reason: Why, for the user.
+        role: What the parameter is to its layer, such as `weight`, `bias` or `gamma_last` (the
+            gamma of the last norm of a residual branch).
+        decay: Whether weight decay applies to it.
+        reason: The reason for the decision, for the user.
     """
 
     path: str
@@ -110,7 +111,8 @@ def roles(
     Raises:
         OptionError: The policy or a role is unknown.
     """
-    # A policy that is none of the names must be a collection of roles.
+    # A policy that is none of the names must be a collection of roles. The keys of `_KIM` are all
+    # roles that there are.
     if policy not in POLICIES and not set(policy) <= set(_KIM):
         unknown = [policy] if isinstance(policy, str) else sorted(set(policy) - set(_KIM))
         raise OptionError(
@@ -153,7 +155,10 @@ def _decays(role: str, policy: Policy) -> bool:
 
 
 def _decaying_by_timm(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that decay under timm's rule."""
+    """Return the ids of the parameters to which timm applies weight decay.
+
+    They are those that `timm.optim.param_groups_weight_decay` puts into a group with decay.
+    """
     # Any weight decay above 0 will do: what is read is only which parameters timm gives it to.
     groups = param_groups_weight_decay(model, 1.0, no_weight_decay_list=_spared(model))
     decaying: set[int] = set()
@@ -164,11 +169,14 @@ def _decaying_by_timm(model: nn.Module) -> set[int]:
 
 
 def by_role(model: nn.Module, assignments: Iterable[Assignment]) -> list[Body]:
-    """Return, for each role, how many tensors and values have it, and whether they decay.
+    """Return a dict for each role of parameters, with counts and whether weight decay applies.
+
+    `tensors` is the number of parameters that have the role, and `values` how many numbers they
+    have together.
 
     Args:
         model: The network.
-        assignments: The decision for each parameter.
+        assignments: The role of each parameter, and whether weight decay applies to it.
     """
     sizes_by_role: dict[tuple[str, bool, str], list[int]] = {}
     for assignment in assignments:
@@ -249,11 +257,13 @@ def param_groups(
 
 
 def _layer_scales(model: nn.Module, layer_decay: float) -> dict[int, float]:
-    """Return timm's scale of the learning rate of each parameter, by the parameter's id.
+    """Return the factor of the learning rate of each parameter, by the parameter's id.
+
+    timm computes the factors. They get smaller from the output to the input of the network.
 
     Args:
         model: The network.
-        layer_decay: The factor from each layer to the one before it.
+        layer_decay: The factor of each layer is this number times the factor of the next layer.
     """
     scales: dict[int, float] = {}
     for group in param_groups_layer_decay(model, layer_decay=layer_decay):
@@ -268,14 +278,16 @@ def _empty_group(weight_decay: float, *, decays: bool, lr: float | None, scale: 
     Args:
         weight_decay: The weight decay of a group that decays.
         decays: Whether the group decays.
-        lr: The learning rate, or None.
-        scale: The scale of the group's learning rate.
+        lr: The learning rate before scaling. None if the caller sets it later.
+        scale: The factor by which the learning rate of this group is multiplied.
     """
     name = "decay" if decays else "no-decay"
     if scale != 1:
         name += f", lr x {scale:g}"
 
     group: Body = {"params": [], "weight_decay": weight_decay * decays, "name": name}
+    # Without a learning rate, the group keeps the scale itself. timm's schedulers multiply the
+    # learning rate by `lr_scale`.
     if lr is not None:
         group["lr"] = lr * scale
     elif scale != 1:
@@ -284,7 +296,11 @@ def _empty_group(weight_decay: float, *, decays: bool, lr: float | None, scale: 
 
 
 def _spared(model: nn.Module) -> tuple[str, ...]:
-    """Return the patterns of parameters that the model itself exempts from decay."""
+    """Return patterns of the names of parameters to which weight decay must not apply.
+
+    They are what the network's own method `no_weight_decay`, as timm's networks have it, returns.
+    There are none if the network has no such method.
+    """
     exempt = getattr(model, "no_weight_decay", None)
     if not callable(exempt):
         return ()
@@ -292,7 +308,15 @@ def _spared(model: nn.Module) -> tuple[str, ...]:
 
 
 def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str]]:
-    """Yield the path and the role of every parameter. A shared parameter is yielded once."""
+    """Yield the path and the role of every parameter. A shared parameter is yielded once.
+
+    A role says what the parameter is to its layer, such as `weight`, `bias` or `gamma_last`.
+
+    Args:
+        model: The network.
+        network: The record of the network, if there is one already.
+    """
+    # The roles of gammas, by the path of the module that holds the gamma.
     gammas = _norm_roles(model, network)
     spared = _spared(model)
     for path, parameter in nn.Module.named_parameters(model):
@@ -338,10 +362,11 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
 
 
 def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
-    """Return the role of each norm's gamma, by the path of the module that holds it.
+    """Return the role of each norm's gamma, by the path of the module that holds the gamma.
 
-    If a conversion took a norm away, that module is the layer in its place, or the convolution that
-    has absorbed it. The result is empty if the network cannot be traced.
+    The role is a text such as `gamma_last`. If a conversion took a norm away, its gamma is held by
+    the layer in its place, or by the convolution that has absorbed it. The dict is empty if the
+    network cannot be traced.
 
     Args:
         model: The network.
@@ -375,7 +400,11 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
 
 
 def _gammas_of_norms(anatomy: Anatomy) -> dict[str, str]:
-    """Return the role of each norm's gamma, by the path of the norm."""
+    """Return the role of each norm's gamma, such as `gamma_last`, by the path of the norm.
+
+    Args:
+        anatomy: The recorded network, with its norms and residual blocks.
+    """
     gammas = {norm.path: _GAMMA[norm.role] for norm in anatomy.norms}
     # A LayerNorm that begins a branch may be the branch's last norm, too. If a linear layer follows
     # it, it does not end the branch, and its gamma is no `gamma_last`.
@@ -407,7 +436,13 @@ def _tuned_norms(model: nn.Module) -> dict[str, str]:
 
 
 def _ends_branch(path: str, block: Block, anatomy: Anatomy) -> bool:
-    """Whether the norm at a path ends a block's branch: no linear layer stands behind it."""
+    """Whether no linear layer stands between a norm and the end of its residual branch.
+
+    Args:
+        path: The path of the norm.
+        block: The residual block that the norm belongs to.
+        anatomy: The recorded network.
+    """
     # From the end of the branch upwards, the norm or a linear layer is met first.
     for node in anatomy.traced.upwards(block.branch):
         if str(node.target) == path or isinstance(anatomy.traced.module(node), LINEAR):
@@ -416,10 +451,11 @@ def _ends_branch(path: str, block: Block, anatomy: Anatomy) -> bool:
 
 
 def _with_its_norms(model: nn.Module) -> nn.Module:
-    """Return a copy with a BatchNorm wherever a conversion took a norm away, to read its role.
+    """Return a copy of a converted network with a BatchNorm wherever a norm was taken away.
 
-    The copy is only traced. `model` itself is returned if no norms are gone, or if no layer of this
-    package holds a gamma.
+    The copy is recorded to find the role that each norm had in the network. It is not used for
+    anything else. `model` itself is returned if no norms were taken away, or if no layer that a
+    conversion placed holds the gamma of one.
     """
     record = provenance.of(model)
     has_gammas = any(
@@ -429,7 +465,7 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
     if not (record.norms and has_gammas):
         return model
 
-    # The copy shares the tensors.
+    # The copy shares the tensors, since it does not change them.
     tensors = [*nn.Module.parameters(model), *nn.Module.buffers(model)]
     twin = copying.duplicate(model, {id(tensor): tensor for tensor in tensors})
     # A key of the record is the path of a norm and the name of a tensor, such as

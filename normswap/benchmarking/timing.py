@@ -29,25 +29,31 @@ _TF32 = 1e-2
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
-    """Return the tensor as it is, where a contender takes images and answers as the first does."""
+    """Return the tensor as it is.
+
+    It is the default of `prepare` and `expected`, for a contender that takes plain images and must
+    give the same answers as the first contender.
+    """
     return tensor
 
 
 def _ignore(sentence: str) -> None:
-    """Take a sentence about progress that nobody wants to read."""
+    """Do nothing with a sentence about progress. It is the default of `progress`."""
 
 
 @dataclass
 class Contender:
-    """A network, or an exported file of it, that is timed.
+    """One of several forms of a network that are timed side by side: a module or an exported file.
 
     Args:
-        form: What the rows call it: the scheme of the network, or the name of a file.
-        runtime: The runtime that runs it.
-        run: Runs one forward pass.
-        prepare: Turns images (N, C, H, W) into the input of `run`.
-        expected: Turns the first contender's answers into those that this contender must give.
-        precision: The precision of the weights, a key of `BOUNDS`.
+        form: Its name in the table of results: the scheme that the network was converted by, or the
+            name of a file.
+        runtime: The name of the runtime that runs it.
+        run: A function that runs one forward pass and returns the answers.
+        prepare: A function that turns images (N, C, H, W) into the input of `run`.
+        expected: A function that turns the first contender's answers into the right answers of this
+            one.
+        precision: The precision of the weights. It tells how large an error is allowed (`BOUNDS`).
     """
 
     form: str

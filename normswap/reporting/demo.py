@@ -22,7 +22,7 @@ _FEW = 4
 
 
 def _ignore(sentence: str) -> None:
-    """Take a sentence about progress that nobody wants to read."""
+    """Do nothing with a sentence about progress. It is the default of `progress`."""
 
 
 def run(progress: Callable[[str], None] = _ignore) -> Body:
@@ -32,11 +32,11 @@ def run(progress: Callable[[str], None] = _ignore) -> Body:
         progress: Called with a sentence at the beginning of each step.
 
     Returns:
-        What `normswap demo --json` prints. `passed` says whether every network gives the source's
-        answers within tolerance. `anatomy` is the source's summary without its long lists. Each of
-        `rows` has the norms that are left, the trainable values, top-1 in percent, the share of
-        images with the source's answer, and the relative L2 distance
-        |logits - the source's| / |the source's|.
+        What `normswap demo --json` prints. `passed` says whether every converted network gives the
+        answers of the source, the shipped network, within tolerance. `anatomy` describes the
+        source, without the lists of its blocks and norms. `rows` has a dict for each network: the
+        number of norms and of parameter values, top-1 in percent, the share of images with the
+        source's answer, and the relative L2 distance |logits - the source's| / |the source's|.
     """
     start = time.perf_counter()
     progress("opening and inspecting the network")
@@ -52,7 +52,7 @@ def run(progress: Callable[[str], None] = _ignore) -> Body:
     source_evaluation, source_answers = classify(source, batches)
     few_images = [images for images, _ in batches[:_FEW]]
 
-    # Compare each network with the source, and the source with itself.
+    # Compare each network with the source. The source is one of them, and gives the first row.
     rows = []
     passed = True
     for name, model in networks.items():

@@ -26,11 +26,11 @@ _QUANTITIES = (
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its title and caption.
+    """A figure of the HTML page, with its title and caption.
 
     Args:
         title: The title.
-        picture: An SVG, as an address that holds all its data.
+        picture: The SVG as a `data:` address, which holds all of the picture.
         caption: The sentence below the picture.
     """
 
@@ -43,8 +43,8 @@ def sites(facts: Facts, report: Report) -> Figure:
     """Return a figure of the error at the output of every residual block.
 
     Args:
-        facts: What the page says. It tells the stages of the blocks.
-        report: The report of the conversion, with the errors inside.
+        facts: What the page says. Here it tells the stages of the blocks.
+        report: The report of the conversion, with the measured error of each block.
     """
     stages = {block.path: block.stage for block in facts.blocks}
     errors = [error.relative_l2 for error in report.sites]
@@ -66,7 +66,15 @@ def sites(facts: Facts, report: Report) -> Figure:
 
 
 def signal(facts: Facts) -> Iterator[Figure]:
-    """Yield a figure for each quantity of the signal, with the curves of source and result."""
+    """Yield a figure for each quantity of the signal, with the curves of source and result.
+
+    The quantities are the variance after a block's sum, its squared mean, and the variance that the
+    branch adds. Each curve goes from residual block to block.
+
+    Args:
+        facts: What the page says, with the measured signal of the network before and after the
+            conversion.
+    """
     names = {"before": "source", "after": "result"}
     curves = {names[network]: points for network, points in facts.signal.items()}
     is_log = plots.is_logarithmic(curves, [quantity for quantity, _, _ in _QUANTITIES])
@@ -79,8 +87,10 @@ def signal(facts: Facts) -> Iterator[Figure]:
 def alphas(facts: Facts) -> Figure:
     """Return a figure of the scalars at the ends of the residual branches.
 
-    A dashed line shows 1 / sqrt(number of blocks), the most from which deep networks train.
+    A dashed line shows 1 / sqrt(number of blocks), the largest value from which deep networks can
+    be trained.
     """
+    # A scalar that ends no block of the source has no place on the x axis and is left out.
     depths = {block.path: depth for depth, block in enumerate(facts.blocks, 1)}
     values = {depths[alpha.block]: alpha.value for alpha in facts.alphas if alpha.block in depths}
     start = f"1/√{len(facts.blocks)}"
@@ -99,13 +109,19 @@ def alphas(facts: Facts) -> Figure:
 
 
 def _axes() -> Axes:
-    """Return the axes of a new drawing."""
+    """Return the matplotlib axes of a new, empty drawing."""
     axes: Axes = Drawing((5.8, 3.6), layout="constrained").subplots()
     return axes
 
 
 def _svg(axes: Axes) -> str:
-    """Return a `data:` address that holds the drawing. Equal drawings have equal addresses."""
+    """Return a drawing as a `data:` address, which holds the whole SVG.
+
+    Equal drawings have equal addresses.
+
+    Args:
+        axes: The axes of the drawing. If they have labelled curves, a legend is added.
+    """
     drawing = axes.figure
     assert isinstance(drawing, Drawing)
     if axes.get_legend_handles_labels()[1]:

@@ -36,7 +36,11 @@ _CODE = re.compile(r"`([^`]*)`")
 
 
 def render(facts: Facts) -> str:
-    """Return the whole page as HTML."""
+    """Return the whole report as one HTML page.
+
+    Args:
+        facts: What the page says.
+    """
     loader = PackageLoader("normswap.reporting", ".")
     pages = Environment(
         loader=loader,
@@ -49,6 +53,7 @@ def render(facts: Facts) -> str:
     style = resources.files("normswap.reporting").joinpath("report.css").read_text(encoding="utf-8")
 
     norms = facts.norms
+    # Pairs of a stage's path and its residual blocks, in order.
     stages = []
     for stage, blocks in groupby(facts.blocks, lambda block: block.stage):
         stages.append((stage, list(blocks)))
@@ -69,19 +74,20 @@ def render(facts: Facts) -> str:
 
 
 def small(value: float) -> str:
-    """Return an error as text with two digits, or as `not finite`."""
+    """Return a number as text with two significant digits, or `not finite` for infinity and NaN."""
     return f"{value:.2g}" if math.isfinite(value) else "not finite"
 
 
 def share(value: float | None) -> str:
-    """Return a share as text in percent, or "" for None."""
+    """Return a share between 0 and 1 as text in percent, or "" for None."""
     return "" if value is None else f"{100 * value:.4g} %"
 
 
 def _shown(value: object) -> object:
-    """Return the value of an expression in the template, as it is put into the page.
+    """Return the value of an expression in the page's template, as Jinja puts it into the page.
 
-    Invisible characters of a text are escaped. Jinja calls this for every expression.
+    Jinja calls this function for every expression. In a text, invisible characters are escaped. A
+    value that is HTML already, or is no text, is returned as it is.
     """
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
@@ -89,14 +95,22 @@ def _shown(value: object) -> object:
 
 
 def _marked(text: str) -> Markup:
-    """Return a text as HTML, with links to papers and with code between backquotes."""
+    """Return a text as HTML.
+
+    A mention of a paper, such as arXiv:2002.10444, becomes a link to it. Words between backquotes
+    become code. All other characters are escaped.
+    """
     text = printable(text)
     linked = _PAPER.sub(r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', str(escape(text)))
     return Markup(_CODE.sub(r"<code>\1</code>", linked))
 
 
 def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Yield the figures at the top of the page: name, value, and the line below."""
+    """Yield the boxes at the top of the page: what was measured, its value, and a line below it.
+
+    Args:
+        facts: What the page says.
+    """
     if facts.report:
         yield from _report_tiles(facts.report)
 
@@ -111,10 +125,11 @@ def _tiles(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def _accuracy_tiles(accuracy: dict[str, float]) -> Iterator[tuple[str, str, str]]:
-    """Yield the tiles of what was measured on images: name, value, and the line below.
+    """Yield the boxes for what was measured on images: its name, its value, and a line below it.
 
     Args:
-        accuracy: The figures, as in `Facts`.
+        accuracy: The measured values by name, such as `result` for the top-1 of the converted
+            network (`Facts.accuracy`). A name may be missing.
     """
     below = f"{accuracy['count']:,.0f} images"
     if "result" in accuracy:
@@ -128,10 +143,15 @@ def _accuracy_tiles(accuracy: dict[str, float]) -> Iterator[tuple[str, str, str]
 
 
 def _report_tiles(report: Report) -> Iterator[tuple[str, str, str]]:
-    """Yield the tiles of the conversion's report: name, value, and the line below.
+    """Yield the boxes for what the conversion measured: its name, its value, and a line below it.
 
-    They are the largest error in each precision, and the share of images with the source's answer.
+    There is one for the largest error at the outputs in each precision. If the conversion was
+    compared with its source on images, there is one for the share of images with equal answers.
+
+    Args:
+        report: The report of the conversion.
     """
+    # Each precision is taken once, in the order of the report.
     for precision in dict.fromkeys(error.precision for error in report.logits):
         errors = [error.relative_l2 for error in report.logits if error.precision == precision]
         below = "at the logits"

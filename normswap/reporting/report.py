@@ -33,12 +33,12 @@ _NOISE = 8
 
 @dataclass(frozen=True)
 class NormFact:
-    """A norm of the source, and what the plan did to it.
+    """A norm of the source network, and what the conversions did to it.
 
     Args:
-        path: The norm's module path.
+        path: The dotted path of the norm in the source.
         role: The norm's role: `stem`, `last`, `down`, `head` or `other` (`graph.inspection`).
-        outcome: What became of the norm, as a key of `page.OUTCOMES`.
+        outcome: What became of the norm, in one word: a key of `page.OUTCOMES`, such as `gone`.
         said: What became of the norm, as a sentence.
     """
 
@@ -50,13 +50,13 @@ class NormFact:
 
 @dataclass(frozen=True)
 class BlockFact:
-    """A residual block of the source.
+    """A residual block of the source network, and what the conversions did to its norms.
 
     Args:
         path: The path of the block.
         stage: The path of the stage that the block belongs to.
         skip: The kind of the skip: `identity`, `projection` or `other`.
-        norms: The norms in the block.
+        norms: The norms in the block, each with what was done to it.
     """
 
     path: str
@@ -67,14 +67,15 @@ class BlockFact:
 
 @dataclass(frozen=True)
 class Alpha:
-    """The scalar at the end of a residual branch.
+    """The scalar by which the end of a residual branch is multiplied, y = skip + alpha f(x).
 
     Args:
-        block: The path of the branch's block.
-        path: The path of the scalar.
+        block: The path of the block that the branch belongs to.
+        path: The path of the module that has the scalar.
         value: The scalar as it is now.
-        planned: The scalar as the plan placed it. None if the plan says no number.
-        bias: The bias beside it, if there is one.
+        planned: The value with which the conversion placed the scalar. None if its plan states no
+            number.
+        bias: A number that is added beside the scalar. None if there is none.
     """
 
     block: str
@@ -86,10 +87,12 @@ class Alpha:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that the page says.
+    """All that the HTML page says about a converted network and its source.
+
+    The source is the network that was converted, and the result is the converted one.
 
     Args:
-        source: The MODEL that was converted. Empty if it is not recorded.
+        source: The name of the source, as the user gave it. Empty if it is not recorded.
         sha256: The hash of the source's tensors.
         arch: The architecture.
         steps: The scheme of each step, with its options, summary and paper.
@@ -99,11 +102,12 @@ class Facts:
         blocks: The residual blocks of the source.
         others: The norms outside of blocks.
         alphas: The scalars at the ends of the residual branches.
-        sizes: The counts of norms and parameters of the networks `before` and `after`.
+        sizes: The counts of norms and parameters, for the source (`before`) and the result
+            (`after`).
         notes: Why figures of the source are missing, a sentence each.
-        signal: The mean and variance of the activations at each residual block, for the networks
-            `before` and `after`. A network without blocks, or one that cannot be opened, is
-            missing.
+        signal: The mean and variance of the activations at each residual block, for the source
+            (`before`) and the result (`after`). A network without blocks, or one that cannot be
+            opened, is missing.
         signal_inputs: The inputs that the signal was measured on, in words.
         accuracy: Top-1 in percent of source and result, their agreement, and the count of images.
             What was not measured is missing.
@@ -127,7 +131,10 @@ class Facts:
 
     @property
     def title(self) -> str:
-        """The architecture, and the schemes that it was converted to."""
+        """The title of the page: the name of the architecture and those of the conversion schemes.
+
+        For example `resnet18 converted to folded`.
+        """
         names = [step["scheme"] for step in self.steps]
         if not names:
             return self.arch.name
@@ -135,9 +142,10 @@ class Facts:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the network still claims to compute what its source does.
+        """Whether the converted network is said to compute the same function as its source.
 
-        Its last conversion must claim so, and no step of its plan may change the function.
+        This is so if the report of the last conversion says so, the weights were not changed since,
+        and no step of the plan is known to change the function.
         """
         # None says that a scheme is not installed here. Then only the report can tell.
         steps = [Step(step["scheme"], step["options"], ()) for step in self.steps]
@@ -146,7 +154,7 @@ class Facts:
 
     @property
     def norms(self) -> tuple[NormFact, ...]:
-        """Every norm of the source."""
+        """Every norm of the source, with what was done to it. The norms in blocks come first."""
         in_blocks = itertools.chain.from_iterable(block.norms for block in self.blocks)
         return (*in_blocks, *self.others)
 
@@ -174,7 +182,8 @@ def collect(
     batch, signal_inputs = _signal_inputs(result, loader)
 
     # The blocks and norms in the report are the source's. Without the source, they are taken from a
-    # new network of the same architecture.
+    # new network of the same architecture. `after` makes the record of a network that takes the
+    # same inputs as the result.
     network = Network(result, calling.form(result).of(batch))
     before, notes = _source(network)
     unconverted = before or network.after(zoo.create(record.arch).to(network.device))
@@ -217,11 +226,13 @@ def collect(
 
 
 def _signal_inputs(result: nn.Module, loader: Loader | None) -> tuple[Tensor, str]:
-    """Return the batch that the signal is measured on, images or noise, and its description.
+    """Return a batch of inputs to measure the signal on, and a few words that describe it.
+
+    The batch is the user's first batch of images, or noise.
 
     Args:
         result: The converted network.
-        loader: The images. None if the user named no images.
+        loader: The batches of images with labels. None if the user named no images.
     """
     if loader is not None:
         batch = next(iter(loader))[0]
@@ -243,7 +254,8 @@ def _source(network: Network) -> tuple[Network | None, list[str]]:
         be opened, or if its tensors have changed since the conversion. In the last two cases a note
         says which.
     """
-    # Without a hash, it could not be told whether the source is still the same.
+    # The source is not opened without a recorded hash of its tensors, because it could not be told
+    # whether it is still the same network.
     result = network.module
     record = network.provenance
     if not record.source or not record.sha256:
@@ -261,7 +273,11 @@ def _source(network: Network) -> tuple[Network | None, list[str]]:
 def _step(step: Step) -> Body:
     """Return a dict that describes one step of the plan for the page.
 
-    Its options are only those that differ from the scheme's defaults.
+    It has the name of the scheme, its summary and paper, and the options that differ from the
+    scheme's defaults.
+
+    Args:
+        step: The step.
     """
     scheme = schemes.get(step.scheme)
     return {
@@ -273,11 +289,11 @@ def _step(step: Step) -> Body:
 
 
 def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
-    """Return what the plan did to each norm, by the norm's path.
+    """Return what the conversions did to each norm of the source, by the norm's path.
 
     Args:
-        anatomy: The norms of the source.
-        plan: The plan of all conversions since then.
+        anatomy: The recorded source, with its norms.
+        plan: The plan of all conversions of the source.
     """
     # The last layer that was placed at the norm's path decides the outcome.
     outcomes = {norm.path: "kept" for norm in anatomy.norms}
@@ -303,9 +319,10 @@ def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...
 
     Args:
         result: The converted network.
-        anatomy: The blocks of the source.
+        anatomy: The recorded source, with its blocks.
         plan: The plan of all conversions, which placed the scalars.
     """
+    # The value with which each scalar was placed, by its path.
     planned: dict[str, float | None] = {}
     for step in plan.steps:
         for edit in step.edits:
