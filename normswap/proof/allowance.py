@@ -58,9 +58,9 @@ class Allowance:
         base: What is allowed in any network.
         own_change: How far rounding alone moves the source's values. It is infinite where even
             their shapes change.
-        factor: How many times the own change is allowed.
+        factor: An error may be so many times as large as `own_change`.
         cap: The most that is allowed, however far rounding moves the values.
-        how: What the own change is, in words. Reports print it after "0.01, 3 times".
+        how: Words that say what `own_change` is. A report prints "3e-04, 4 times" and then `how`.
     """
 
     precision: str
@@ -72,7 +72,7 @@ class Allowance:
 
     @property
     def most(self) -> float:
-        """The largest error that passes."""
+        """The largest relative L2 error that passes."""
         # If even the shapes change, the own change is no measure of rounding.
         if math.isinf(self.own_change):
             return self.base
@@ -80,12 +80,12 @@ class Allowance:
 
     @property
     def proves_nothing(self) -> bool:
-        """Whether the allowed error is so large that anything would pass."""
+        """Whether the largest error that passes is so large that a wrong result would pass."""
         return self.most >= PROVES_NOTHING
 
     @property
     def is_coarse(self) -> bool:
-        """Whether this is half precision, and its rounding moves too much of the output."""
+        """Whether the precision has 16 bits, and rounding moves so much that little is proved."""
         return is_half(self.precision) and COARSE < self.own_change < math.inf
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Allowance:
 
 
 def is_half(precision: str) -> bool:
-    """Whether a number of that precision has 16 bits."""
+    """Whether numbers of a precision, such as "float16", have 16 bits."""
     return torch.finfo(getattr(torch, precision)).bits == 16
 
 
@@ -109,12 +109,13 @@ def base_of(precision: str) -> float:
 
 
 def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> Allowance:
-    """Return how large an error may be at the outputs.
+    """Return how large an error may be at the outputs of a result.
 
     Args:
         precision: The precision that both networks run in.
         own_change: How far rounding alone moves the source's outputs, as a relative L2.
-        decides: Whether this precision decides, as the network does not run in float64.
+        decides: Whether the verdict depends on this precision alone, as the network does not run in
+            float64. In float32 the allowed error is then limited.
     """
     base = base_of(precision)
     last_digit = "what the last digit of its input or weights changes in the source"
@@ -125,7 +126,7 @@ def of_outputs(precision: str, own_change: float, *, decides: bool = False) -> A
         how = f"what {precision} costs the source, against float64"
         return Allowance(precision, base, own_change, ROUNDING, how=how)
 
-    # Without a cap, float64 finds the mistakes that pass here.
+    # If float64 decides, float32 needs no limit: float64 finds the mistakes that pass in float32.
     cap = FLOAT32_CAP if decides else math.inf
     return Allowance(precision, base, own_change, STRAYING, cap, last_digit)
 

@@ -183,6 +183,7 @@ class _Comparison:
     excused: list[Error] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # The source's own precision, such as "float32", and the error in float64 if there is one.
         self.precision = str(self.source.coarsest_dtype).removeprefix("torch.")
         self.double_error = None if self.precise is None else self.precise.error
 
@@ -365,7 +366,12 @@ class _Comparison:
         return measured.error(site, self.precision, example.images.shape)
 
     def _nothing_at(self, site: str, example: Example) -> Error:
-        """Return the infinite error of a value that the result does not have."""
+        """Return an infinite error, for a value of the source that the result does not have.
+
+        Args:
+            site: The value's name: the path of a module, or the name of a last layer's input.
+            example: The call, whose input size the error states.
+        """
         return Error(site, self.precision, tuple(example.images.shape), math.inf, math.inf)
 
     def _change_by_rounding(self, example: Example, outputs: Outputs, error: Error) -> float:
@@ -622,7 +628,13 @@ class _Comparison:
         return errors
 
     def _say_where_proved(self, sentence: str) -> None:
-        """Put the remark first that values inside are the proof, and drop the remark on labels."""
+        """Put a sentence before the other remarks, and drop the remark that all labels are equal.
+
+        Equal labels prove little, but the result is then proved by values inside the network.
+
+        Args:
+            sentence: The sentence that says where inside the result was proved.
+        """
         if _SAME_LABELS in self.remarks:
             self.remarks.remove(_SAME_LABELS)
         self.remarks.insert(0, sentence)
@@ -707,7 +719,7 @@ class _Comparison:
 
     @property
     def _is_proved_in_double(self) -> bool:
-        """Whether float64 has shown that the outputs, which would show a mistake, are right."""
+        """Whether float64 proves the result: outputs that would show a mistake are right there."""
         error = self.double_error
         is_right = error is not None and error.relative_l2 <= allowance.FLOAT64_BASE
         return is_right and self.shows_errors
@@ -842,6 +854,8 @@ class _Comparison:
                 f"proved in {self.precision} only: the network does not run in float64"
                 f" ({precise.impossible})"
             )
+        # `hangs_on` says that a choice, such as the order of nearly equal scores, decides the
+        # outputs.
         if precise is not None and precise.hangs_on:
             self.remarks.append(precise.hangs_on)
 
@@ -891,9 +905,10 @@ class _Comparison:
         return judgement
 
     def _judgement_of_approximate(self) -> Judgement:
-        """Judge a result that does not claim to be exact: its numbers must be finite.
+        """Return whether a result that does not claim to be exact passes.
 
-        Some value that changes with the input must have been compared, too.
+        All errors at its outputs must be finite. If the outputs would show no mistake, and nothing
+        inside was compared either, nothing is proved.
         """
         if not all(math.isfinite(error.relative_l2) for error in self.outputs):
             return Judgement(False)
@@ -908,6 +923,8 @@ class _Comparison:
             in_double: The error that is allowed at the outputs in float64. If it is large, the
                 network enlarges rounding until an error says nothing.
         """
+        # `hangs_on` is set if a choice, such as the order of nearly equal scores, decides the
+        # outputs.
         if self.precise is not None and self.precise.hangs_on:
             remedy = "Give other inputs, or convert the backbone by itself"
             return Reason(self.precise.hangs_on, remedy)
@@ -980,7 +997,7 @@ def _proved_inside(errors: Sequence[Error], blocks: Sequence[str], *, are_labels
     """Return the sentence that tells where inside the network the result was proved.
 
     Args:
-        errors: The errors at these values.
+        errors: The errors that were measured inside, at blocks and last layers.
         blocks: The paths of the residual blocks.
         are_labels: Whether the network's outputs are labels. Otherwise they are constant.
     """

@@ -56,17 +56,17 @@ class Deviation:
 
     @property
     def passes(self) -> bool:
-        """Whether the distance is small enough; NaN is not."""
+        """Whether the distance from eager mode is no larger than is allowed. NaN does not pass."""
         return self.relative_l2 <= self.allowed
 
     @property
     def is_unproved(self) -> bool:
-        """Whether the distance is too large, and rounding may explain it."""
+        """Whether the distance from eager mode is too large to pass, but may come from rounding."""
         return not self.passes and self.relative_l2 <= self.rounding
 
     @property
     def is_output(self) -> bool:
-        """Whether the value is an output. Otherwise it is a gradient."""
+        """Whether the value is an output of the network. Otherwise it is a parameter's gradient."""
         return self.what.startswith("output")
 
 

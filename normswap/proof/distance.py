@@ -52,17 +52,24 @@ class Distance:
         is_comparable: Whether all values had the source's shapes, and finite numbers. -inf stands
             for a class that is masked out, if it is there in both.
         are_labels: Whether the values are labels, masks or counts, which are equal or not.
-        peak: The largest absolute value of the source.
+        peak: The largest absolute value of the source, times the factor by which all numbers are
+            scaled (`_add_numbers`).
     """
 
     def __init__(self) -> None:
         self.is_comparable = True
         self.are_labels = False
         self.peak = 0.0
+        # Of labels: the number of entries, the number that differ, and how often each label occurs
+        # in the source.
         self._entries = 0
         self._unequal = 0
         self._frequencies: dict[int, int] = {}
+        # Of numbers: the factor that keeps their squares from becoming zero. None before the first
+        # batch.
         self._scale: Tensor | None = None
+        # Times that factor: the L2 norms of the source, of the result and of their difference, and
+        # the largest difference.
         self._size = 0.0
         self._other_size = 0.0
         self._off = 0.0
@@ -251,12 +258,15 @@ class Agreement:
 
     @property
     def share(self) -> float:
-        """The share of argmaxes that are the same."""
+        """The share of the compared argmaxes that are the same in both networks."""
         return self.same / self.places
 
 
 def _unit(scores: Tensor) -> str:
-    """Return the word for the places that have one argmax each in scores (N, classes, ...)."""
+    """Return the noun for the places in scores (N, classes, ...), each of which has one argmax.
+
+    It is "images" for scores (N, classes), "pixels" for maps, "voxels" for volumes, else "places".
+    """
     return {2: "images", 4: "pixels", 5: "voxels"}.get(scores.ndim, "places")
 
 
@@ -277,11 +287,16 @@ class OutputDistances:
         self.precision = precision
         self.exact = exact
         self.anatomy = anatomy
+        # By the name of an output: its distance, and how often its argmax is the same.
         self.by_output: dict[str, Distance] = {}
         self.agreements: dict[str, Agreement] = {}
+        # The number of samples so far.
         self.count = 0
+        # The axis of the classes of each output that is scores of classes, in the last batch.
         self.axes: dict[str, int] = {}
+        # The size of the first batch's images.
         self._size: tuple[int, ...] = ()
+        # Whether both networks had outputs of the same names in every batch.
         self._are_named_alike = True
 
     def add(self, example: Example, outputs: Outputs, others: Outputs) -> None:

@@ -26,7 +26,10 @@ _CHOICE = 1e-6
 
 
 def _not_again(_example: Example) -> Precise | None:
-    """Return None: the default of `Precise.again`, for a comparison that cannot be repeated."""
+    """Return None, which says that the comparison in float64 cannot be repeated on other inputs.
+
+    This is the default of the field `Precise.again`.
+    """
     return None
 
 
@@ -58,7 +61,10 @@ class Precise:
 
 
 def _by_no_parts(_example: Example) -> Outputs | None:
-    """Return None: the default of `parts`, for a result without a cheaper run in float64."""
+    """Return None, which says that the result has no run in float64 that costs less than a copy.
+
+    This is the default of the argument `parts` of `compare_double`.
+    """
     return None
 
 

@@ -61,7 +61,10 @@ class Kept:
 
     @property
     def least_percent(self) -> int | None:
-        """The least agreement in whole percent, rounded down, so that it stays a bound."""
+        """The lower bound of the agreement (`least`) in whole percent, or None if there is none.
+
+        It is rounded down, so that it is still a lower bound.
+        """
         return None if self.least is None else math.floor(100 * self.least)
 
     def __str__(self) -> str:

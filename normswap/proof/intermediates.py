@@ -59,7 +59,12 @@ def note(source: Source, result: nn.Module) -> str:
 
 @torch.no_grad()
 def _features(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Return the intermediate features that a network hands out for images (N, C, H, W)."""
+    """Return what the method `forward_intermediates` of a network returns for images.
+
+    Args:
+        model: The network, which has this method of timm's.
+        images: The images, (N, C, H, W).
+    """
     with undisturbed(model), callers_dtype():
         features = model.forward_intermediates(images.clone(), intermediates_only=True)  # type: ignore[operator]
     return [tensor for _, tensor in named_tensors(features)]

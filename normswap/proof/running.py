@@ -27,7 +27,10 @@ _LEVELS = 12
 
 
 class Source(Protocol):
-    """What a comparison asks of the network that a result is compared with (`surgery.Network`)."""
+    """The attributes of a network record that a comparison needs to know of the source.
+
+    The source is the network that a result is compared with. `surgery.Network` has them.
+    """
 
     @property
     def module(self) -> nn.Module: ...
@@ -301,7 +304,10 @@ class _CastsWhileRunning:
 
     @_outside_function_modes
     def _build(self, module: nn.Module, _args: object) -> None:
-        """Build a replaced module in float64, before its forward."""
+        """Build the float64 replacement of a module, before the module's forward.
+
+        Its tensors wait in `built` until the modules that own their counterparts run.
+        """
         doubles = dict(_tensors(self.replacements[module]()))
         self.built.update(
             {id(own): doubles[name].detach() for name, own in _tensors(module) if name in doubles}
@@ -317,7 +323,11 @@ class _CastsWhileRunning:
             if tensor is not None and tensor.is_floating_point()
         }
 
+        # The module gets its own tensors back after its forward. A parameter stays the same object
+        # with other data, so it is its data (`tensor.data`) that is kept.
         self.own_tensors[module] = {name: tensor.data for name, tensor in floats.items()}
+        # Tensors that `_build` has made come first, as they are made for this one run. Then come
+        # those that the caller gave (`tensors`). All others are cast.
         for name, tensor in floats.items():
             double_tensor = self.built.pop(id(tensor), self.tensors.get(id(tensor)))
             if double_tensor is None:
@@ -368,15 +378,17 @@ def noise(
     """
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
-    called = form(model)
+    # A call with empty tensors, which shows how images are given to the network.
+    empty_call = form(model)
     why = ""
 
     first, *others = dict.fromkeys([*network_input.small(size), tuple(size)])
     for shape in (first, *others):
-        call = called.of(torch.randn(batch, *shape, generator=generator).to(like))
+        call = empty_call.of(torch.randn(batch, *shape, generator=generator).to(like))
         # The forward is the user's, and may raise anything.
         try:
-            # A network whose forward fixes the number of images runs on the whole batch only.
+            # The first sample alone is tried first, as it costs less. A network whose forward fixes
+            # the number of images runs on the whole batch only.
             if str(call) not in ran and not runs(model, call.first(1)):
                 run(model, call)
         except Exception as error:
@@ -388,7 +400,7 @@ def noise(
         calls = [call]
         if shape == first and others:
             image = torch.randn(1, *others[0], generator=generator).to(like)
-            calls.append(called.of(image))
+            calls.append(empty_call.of(image))
         return calls
 
     raise VerificationError(f"the network does not run on an input of size {tuple(size)}", why)

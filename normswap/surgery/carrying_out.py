@@ -58,7 +58,10 @@ class Conversion:
 
     @property
     def plan(self) -> Plan:
-        """Everything done since the bare architecture. Its last steps are this conversion."""
+        """The plan of the result: every step since the bare architecture was built.
+
+        The steps of this conversion are its last ones.
+        """
         return self.network.provenance.plan
 
 
@@ -152,9 +155,10 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
 
 
 def _exact_options(chosen: Chosen) -> list[str]:
-    """Return each option by which alone the scheme would become exact, as the user writes it.
+    """Return the options that would make the scheme exact, each as the user writes it.
 
-    Such an option, `mean=keep` for instance, fits nothing, so it needs no images.
+    Each option is enough by itself. With it, `mean=keep` for instance, the scheme fits nothing to
+    images, so it needs none.
     """
     exact: list[str] = []
     for option in chosen.scheme.options:

@@ -107,13 +107,18 @@ def with_other_values(call: Example, rows: Tensor) -> Example:
     def all_changed(samples: list[Any] | Tensor) -> list[Any]:
         others = []
         for i, sample in enumerate(samples):
+            # Some of the other values are larger than the sample's own and some smaller, as a
+            # maximum over the batch may be what mixes samples.
             scale = _SCALES[i % len(_SCALES)]
             others.append(changed(sample, partial(_other_values, scale=scale, of_images=of_images)))
         return others
 
-    # The value is a tensor or a list. If it has no entry for each sample, it is no batch: a tensor
-    # is kept as it is, and the entries of a list are looked at one by one.
     def change(value: Any) -> Any:
+        """Return a tensor or list of the call, with other values in the samples marked by `rows`.
+
+        A value without an entry for each sample is no batch: a tensor is returned as it is, and the
+        entries of a list are changed one by one.
+        """
         if isinstance(value, list) and len(value) != count:
             return [changed(entry, change, list) for entry in value]
         if isinstance(value, list):

@@ -71,6 +71,7 @@ def _check_arguments(
         name: The name of that layer.
         args: The arguments of that layer, by name.
     """
+    # `replacing` is a class method. The function inside it has the annotations of the arguments.
     adapters = _adapters(layer.replacing.__func__)  # type: ignore[attr-defined]
     for argument, value in args.items():
         if argument not in adapters:
@@ -176,6 +177,7 @@ def _check_scaled_convolution(edit: Edit, by_path: Mapping[str, Edit]) -> None:
     if not undoing:
         return
 
+    # A norm with `lead` undoes the scale of a layer in front of it, not that of the convolution.
     norm = by_path.get(edit.reads[0]) if edit.reads else None
     if norm is None or norm.layer not in undoing or norm.args.get("lead"):
         why = f"no edit places the {undoing[0]} behind it that undoes its scaling"

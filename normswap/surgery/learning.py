@@ -81,6 +81,7 @@ def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Modu
         learned: list[str] = []
         for norm_path, absorption in edit.absorbed:
             gamma = _gamma_at(source, norm_path)
+            # Only in some ways of absorbing a norm does its gamma go into the layer.
             if absorption.way in _CARRIES_GAMMA and gamma is not None and gamma.requires_grad:
                 learned.append(norm_path)
 

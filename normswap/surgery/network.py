@@ -39,7 +39,7 @@ _SMALL_BATCH = 4
 
 
 class HasModel(Protocol):
-    """A result that holds a network."""
+    """Any object that holds a network in its attribute `model`, such as a `Conversion`."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -135,11 +135,13 @@ class Network:
             return
         # Batches that cannot be read raise nothing here. The function that uses them says it.
         with suppress(NormswapError):
-            # Only the first call is looked at. There may be none.
+            # Only the first call is looked at. There may be none. `calling.form` is an empty call,
+            # which shows how a batch is given to the network.
             for call in _CallsOfBatches(self.calibrate, calling.form(self.module)):
                 of_images = call.only_images and not call.listed and call.images.is_floating_point()
                 # Of images the size is enough, as noise can take their place. Of anything else the
-                # first two samples become the inputs.
+                # first two samples become the inputs. The record is frozen, so its fields are set
+                # by `object.__setattr__`.
                 if of_images:
                     object.__setattr__(self, "size", call.size)
                 else:
@@ -202,9 +204,10 @@ class Network:
         return network
 
     def fitted_to(self, images: Batches | None, progress: Progress | None = None) -> Network:
-        """Return a record of the same network with other images to fit values to.
+        """Return a `Network` record of the same module, with other images to fit values to.
 
-        The anatomy and the calls that this record has computed are taken over.
+        It takes over the anatomy and the calls that this record has computed, as images to fit to
+        do not change them.
 
         Args:
             images: The images. None stands for no images.
@@ -226,7 +229,7 @@ class Network:
         return self
 
     def after(self, module: nn.Module) -> Network:
-        """Return the record of another module that takes the same inputs.
+        """Return a `Network` record of another module that takes the same inputs.
 
         The other module is the result of a step, or a copy in float64. Given inputs are cast to its
         dtype.
@@ -237,7 +240,7 @@ class Network:
         return replace(after, inputs=[call.like(module) for call in self.calls])
 
     def doubled(self) -> Network:
-        """Return a record with a copy of the module, in float64."""
+        """Return a `Network` record of a float64 copy of the module, with inputs in float64."""
         return self.after(copying.to_double(self.module))
 
     @property
@@ -271,9 +274,10 @@ class Network:
         return True
 
     def with_double(self) -> Network:
-        """Return a record whose device has float64.
+        """Return a `Network` record whose module is on a device that has float64.
 
-        That is this record, or one with a copy of the module on the CPU.
+        It is this record itself. If its device lacks float64 (MPS), it is a record with a copy of
+        the module on the CPU.
         """
         if self.device_has_double:
             return self
@@ -285,7 +289,7 @@ class Network:
 
     @cached_property
     def _anchor(self) -> Tensor:
-        """A tensor of the network, whose dtype and device count as the network's."""
+        """The tensor of the network from which `dtype` and `device` are read."""
         return calling.anchor(self.module)
 
     @cached_property
@@ -308,7 +312,7 @@ class Network:
 
     @property
     def form(self) -> Example:
-        """How the network is called, without values."""
+        """A call of the network with empty tensors, which shows how inputs are given to it."""
         return self.anatomy.traced.form
 
     @property
@@ -317,7 +321,7 @@ class Network:
 
     @property
     def input_size(self) -> tuple[int, ...]:
-        """(C, H, W) of one input."""
+        """The size of one input without the batch dimension, such as (C, H, W) of an image."""
         if isinstance(self.inputs, DrawnCalls):
             return self.inputs[0].size
         return tuple(self.size or network_input.size(self.module))
@@ -346,6 +350,8 @@ class Network:
         if self.inputs is not None:
             return self.calls
         traced = self.anatomy.traced
+        # The network was recorded on some of these calls, so `noise` need not try whether it runs
+        # on them.
         noise = running.noise(self.module, self.input_size, seed=self.seed, ran=traced.recorded)
         if traced.input_independent:
             return noise[:1]
@@ -372,6 +378,8 @@ class Network:
         if not isinstance(self.calibrate, str):
             return self.calibrate
 
+        # The function that makes the images is called when they are first read. `form` shows it how
+        # images are given to the network.
         size = self.size or self.examples[0].size
         make = partial(
             synthetic_images.make,

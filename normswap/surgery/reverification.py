@@ -57,7 +57,9 @@ def how(result: nn.Module) -> Body:
     if record.arch is None:
         return {}
 
-    # The result was loaded, so a factory that builds it is trusted.
+    # A factory is the user's own function that builds the network, and opening the source runs its
+    # code. The user has not typed its name for this call (`named`). But the result was built by it,
+    # too, so it is trusted.
     trusted = kinds.by_builder(record.arch.builder).foreign
     options: Body = {"arch_args": record.arch.kwargs, "named": False, "trust_factory": trusted}
     options["inputs"] = record.pretrained_cfg.get("inputs")

@@ -144,7 +144,7 @@ class _TrainingPair:
     later: Example
 
     def changed(self, rows: Tensor) -> _TrainingPair:
-        """Return the batches with other values in some samples.
+        """Return both batches of the pair with other values in some samples.
 
         Args:
             rows: Which samples are changed: a bool for each, (N,).
@@ -165,14 +165,15 @@ class _LeakTrial:
     """
 
     def __init__(self, model: nn.Module, call: Example, rounding: float) -> None:
+        # The indices of the samples. `SHARED` is that of the shared sample.
         rows = torch.arange(call.count)
         self.model = model
         self.count = call.count
         self.rounding = rounding
         # The batches themselves. The later one has the samples in another order.
         self.calls = _TrainingPair(call, with_rows(call, rows.roll(1)))
-        # The same batches with other values in all samples but the shared one, in the shared one
-        # alone, and in all samples.
+        # The same batches with other values in all samples but the shared one, then in the shared
+        # sample alone, then in all samples (`rows >= 0` marks all).
         self.others_changed = self.calls.changed(rows != SHARED)
         self.shared_changed = self.calls.changed(rows == SHARED)
         self.all_changed = self.calls.changed(rows >= 0)
@@ -246,15 +247,15 @@ class _LeakTrial:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all numbers of the outputs are finite."""
+        """Whether all outputs of the training step on the batch itself are finite."""
         return all(bool(value.isfinite().all()) for value in self.original_run.outputs.values())
 
     @property
     def depends_on_samples(self) -> bool:
-        """Whether some output changes when all samples but one get other values.
+        """Whether some output changes if all samples but the shared one get other values.
 
-        It has to, as the outputs have entries for the changed samples. If no output changes, a leak
-        would not show either.
+        The entries of the changed samples are among the outputs, so some output should change. If
+        none does, the trial proves nothing, as a leak between samples would not show either.
         """
         pairs = (
             (self.original_run.outputs, self.others_changed_run.outputs),
@@ -264,12 +265,16 @@ class _LeakTrial:
 
     @cached_property
     def original_run(self) -> _TrainingRun:
-        """The run on the batch itself."""
+        """The record of a training step on the batch itself, and of the forward after it."""
         return _run_of_training(self.model, self.calls)
 
     @cached_property
     def others_changed_run(self) -> _TrainingRun:
-        """The run on the same batch with other values in all samples but the shared one."""
+        """The record of a training step in which all samples but one have other values.
+
+        The sample at the index `SHARED` has its own values. Whatever differs from `original_run` in
+        that sample was taken from the other samples.
+        """
         return _run_of_training(self.model, self.others_changed)
 
     def changed_state(self) -> dict[str, str]:
@@ -472,9 +477,11 @@ class _LeakTrial:
 
     @cached_property
     def _outputs_of_changed(self) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        """The outputs with other values in the sample `SHARED` ("shared"), or in all ("all").
+        """The outputs of two runs of training in which some samples have other values.
 
-        Each is a pair: the outputs of the step, and those of the forward after it.
+        In the run "shared" only the sample at the index `SHARED` has other values, in the run "all"
+        all samples have. Each key has a pair: the outputs of the training step by name, and the
+        outputs of the forward after the step by name.
         """
         runs = {
             "shared": _run_of_training(self.model, self.shared_changed),
@@ -723,11 +730,11 @@ class _Watch(TorchFunctionMode):
             yield module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, path: str, *_: object) -> None:
-        """Note that the forward of the module at `path` begins."""
+        """Put the path of a module whose forward begins behind those of the modules around it."""
         self.around.append(path)
 
     def _leave(self, *_: object) -> None:
-        """Note that the forward of the innermost module ends."""
+        """Remove the path of the innermost running module, whose forward ends."""
         self.around.pop()
 
     def __torch_function__(
@@ -741,6 +748,8 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         tensors = tuple(tensor for _, tensor in named_tensors(result))
         if tensors:
+            # A later operation may write into the tensors, so their numbers are copied now. The
+            # last path in `around` is that of the innermost module, whose forward makes the call.
             values = tuple(tensor.detach().clone() for tensor in tensors)
             self.operations.append(_Operation(_name(func), self.around[-1], tensors, values))
 

@@ -141,9 +141,11 @@ def _canonical(network: Network) -> nn.Module:
         RefusedError: The source cannot have the same canonical form. For instance, the network has
             a norm with statistics per sample where the source had a BatchNorm.
     """
-    # A norm with statistics per sample, where the source had a BatchNorm.
+    # The plan that folds the network's own norms. It also lists what cannot be folded.
     builder = fold_norms(network.anatomy)
     anatomy = network.anatomy
+    # If the source had a BatchNorm where a norm with statistics per sample is now, no values of the
+    # BatchNorm make it compute the same.
     for norm in anatomy.norms:
         if norm.averages and anatomy.original_path(norm.path) in network.provenance.original_paths:
             why = f"a {norm.kind} sits there now, which no BatchNorm computes"
@@ -151,7 +153,8 @@ def _canonical(network: Network) -> nn.Module:
             remedy = f"Keep the source network; or first convert to folded with `{calibrate}`"
             raise RefusedError(f"cannot unfold {norm.path}", why, remedy)
 
-    # A bias of the input of a convolution that pads.
+    # A convolution may have learned a bias of its input, which it pads with zeros. No BatchNorm
+    # computes that.
     for path, module in anatomy.traced.modules.items():
         if reparametrized.keeps_input_bias(module):
             why = (
@@ -232,8 +235,8 @@ def _check_shapes(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) ->
 
     Args:
         state: The tensors of the rebuilt source, by name.
-        tensors: The tensors of the converted network's canonical form, and the recorded tensors of
-            the source's norms, by name.
+        tensors: The tensors of the converted network after its norms are folded into their
+            neighbours, and the recorded tensors of the source's norms, by name.
 
     Raises:
         RefusedError: A tensor has another shape in the source.
@@ -268,7 +271,8 @@ def _check_biases(
 
     Args:
         state: The tensors of the rebuilt source, by name.
-        tensors: The tensors of the converted network's canonical form, by name.
+        tensors: The tensors of the converted network after its norms are folded into their
+            neighbours, by name.
         inverted: The paths of the layers whose bias goes into the beta of a norm of the source.
 
     Raises:
