@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _console() -> Console:
-    """Return a console on stderr that prints text as it stands."""
+    """Return rich's console on stderr, without markup, highlighting or emoji codes."""
     from rich.console import Console
 
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
@@ -99,7 +99,9 @@ def training_bar(
         task = shown.add_task("starting", total=None)
 
         def progress(moment: TrainingProgress) -> None:
+            """Show how far the training is: move the bar or, in a log, print a line per epoch."""
             line = _moment_line(moment)
+            # Beside the bar the top-1 of the latest validation is shown, too.
             description = line
             if moment.top1 is not None:
                 description += f"  top-1 {moment.top1:.2f}"

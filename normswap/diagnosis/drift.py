@@ -340,10 +340,12 @@ def _with_cause(case: Case, finding: Finding) -> Finding:
 
 
 def _has_trained_gamma(site: StoredNorm) -> bool:
+    """Whether the gammas of a norm differ from channel to channel. New ones are all equal."""
     return site.gamma is not None and bool((site.gamma != site.gamma[0]).any())
 
 
 def _has_zero_beta(site: StoredNorm) -> bool:
+    """Whether a norm has betas, and all of them are 0."""
     return site.beta is not None and not bool(site.beta.any())
 
 

@@ -139,11 +139,13 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
             raise OptionError(
                 "nothing to train", "neither a MODEL is given nor does the recipe name one"
             )
-        # Random weights depend on the seed, so that a run can be continued.
+        # Random weights depend on the recipe's seed alone, so that a run that is continued begins
+        # with the same weights. A factory that only a recipe names is not imported (`named`).
         with drawn_by(recipe.train.seed, "weights"):
             model = checkpoint.open_model(
                 settings.name, weights=settings.weights, arch_args=settings.args, named=False
             )
+    # Before its conversion the network is its own source.
     return Subject(Network.of(model), model)
 
 
@@ -353,7 +355,8 @@ class Task:
         images: The training images.
         recipe: The recipe.
         engine: Accelerate's view of the machine.
-        validates: Whether validation images are opened.
+        validates: Whether networks are compared during training, on validation images or, without
+            accuracies, on images held out of training.
 
     Raises:
         OptionError: The recipe does not fit the network or the processes.

@@ -357,7 +357,7 @@ class Objective:
         self.teacher = teacher
         # With None, `teacher_loss` does not take an output for scores.
         self.temperature = recipe.distill.temperature if recipe.distill and classifies else None
-        # The weight of the labels in the loss. The teacher has the rest.
+        # The weight of the labels in the loss is 1 minus that of the teacher.
         self.labels = 1 - (recipe.distill.weight if recipe.distill else 0.0)
         self.smoothing = recipe.train.smoothing
         self.bce = recipe.train.bce

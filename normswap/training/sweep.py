@@ -318,8 +318,8 @@ class Sweep:
 
     Args:
         recipe: The recipe of every run. Its learning rate and seed are replaced.
-        subject: The other values that must be the same in all workers, such as the network's hash,
-            by name.
+        subject: The other values that must be the same in all workers, by name, such as the MODEL
+            that is trained.
         points: Every pair (lr, seed) to run.
         place: The folder of this machine's runs.
         url: The address of a database. The default is an SQLite file in `place`.
@@ -352,7 +352,8 @@ class Sweep:
             raise OutputError(f"cannot write to {place}", error.strerror or str(error)) from None
         self.study = self._open(url or f"sqlite:///{place / 'sweep.db'}")
 
-        # All workers of a sweep must agree on these settings. The first one has stored its own.
+        # All workers of a sweep must agree on the recipe's keys and on what is trained (`subject`).
+        # The first worker has stored its own settings in the database.
         keys = {key: value for key, value in recipe_files.flat(recipe).items() if key not in _FREE}
         settings = {**keys, **subject}
         if "sweep" not in self.study.user_attrs:

@@ -247,6 +247,7 @@ class TrainingImages:
         self.seed = seed
         self.labelled = labelled
 
+        # The images are opened with timm's transforms, which crop and augment them.
         images = datasets.open_images(
             model, self.place, "train", transform(model, data.augment), labelled=labelled
         )
@@ -255,6 +256,7 @@ class TrainingImages:
                 f"{self.place} streams", "its images have no order that a run could resume in"
             )
 
+        # The numbers of the images to train on: all, or as many as the recipe asks for.
         rows = datasets.drawn_rows(len(images), data.samples, seed)
         # A run is continued only on images with the same digest.
         self.digest = _digest(images)

@@ -203,6 +203,8 @@ class Trials:
         self.begun = time.monotonic()
         self.device = device
 
+        # Only the recipe's part on images is needed here. The images are divided into those to
+        # train on, some of these to fit values to, and those to measure on.
         recipe = recipe_files.load_recipe(RECIPE, [f"data.batch_size={batch_size}"])
         images = recipe.data.model_copy(update={"root": data})
         self.images, self.to_fit, self.held_out = self._split(images)

@@ -231,6 +231,7 @@ def _warnings(ended: list[TargetTrial], best: TargetTrial) -> list[str]:
 
 
 def _print(body: Body) -> None:
+    """Print which target to choose and why, then the others, and how the trials ended."""
     targets = [body["choose"], *body["others"]]
     measured = body["measured"]
     why = targets[0]["why"]

@@ -269,6 +269,7 @@ def _network_contender(form: str, network: nn.Module, device: torch.device) -> C
 
 
 def _print(model: str, body: Body) -> None:
+    """Print the times of all contenders, in one table for each batch size."""
     settings = body["settings"]
     facts(("threads", settings["threads"]), ("device", settings["device"]))
     for batch, group in groupby(body["rows"], lambda row: row["batch"]):

@@ -317,6 +317,7 @@ def _planned(
     from normswap.surgery import conversion
     from normswap.surgery.network import Network
 
+    # Each step comes with its builder, which knows what becomes of each norm.
     planned = [*conversion.plan_steps(Network(model), scheme, measured=measured, **asked)]
     bodies = [summary.of_step(step, builder) for step, builder in planned]
     return tuple(step for step, _ in planned), bodies

@@ -57,6 +57,7 @@ def run(
 
 
 def _print(body: Body) -> None:
+    """Print the policy of weight decay, and a table of the roles of parameters."""
     facts(
         ("network", body["source"]),
         ("policy", body["policy"]),

@@ -25,6 +25,7 @@ def run(json: Json = False) -> int:
 
 
 def _print(body: Body) -> None:
+    """Print the shipped network, and how each conversion changed its figures."""
     print_network(body["anatomy"])
 
     rows = []

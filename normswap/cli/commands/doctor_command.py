@@ -41,6 +41,7 @@ def run(model: Model, *, images: Images, opening: ImageOpening, json: Json = Fal
 
 
 def _print(body: Body) -> None:
+    """Print the number of faults, then each fault with its evidence and remedy."""
     facts(("network", body["source"]), ("norms", body["norms"]), ("faults", body["faults"]))
     for finding in body["findings"]:
         facts(

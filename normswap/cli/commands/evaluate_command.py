@@ -95,6 +95,7 @@ def run(
 
 
 def _print(body: Body) -> None:
+    """Print a network's accuracy, loss and speed, and how often another one agrees."""
     rows = [
         ("network", body["source"]),
         ("images", f"{body['count']} of {body['data']}"),

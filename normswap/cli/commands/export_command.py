@@ -121,7 +121,7 @@ class Int8:
 
         place = replace(images, data=self.calibrate, samples=None, split="train")
         whole = place.loader(model, labelled=None)
-        # Without images of another place, those of --calibrate serve for both, each for one.
+        # Without images of another place, those of --calibrate are divided between both uses.
         if images.data in (None, self.calibrate):
             most = images.samples or _MEASURED
             return split_for_calibration(whole, self.calibrate_samples, most=most)
@@ -172,6 +172,7 @@ def run(
         if quantized:
             calibrate, loader = int8.parts(images, net)
         elif images.data is not None:
+            # A few images are enough for the check, unless --samples says more.
             chosen = replace(images, samples=images.samples or _FEW)
             loader = chosen.loader(net, labelled=None)
         exported = exporter.export(
@@ -200,6 +201,7 @@ def _next_command(exported: Exported, words: list[str]) -> list[object]:
 
 
 def _print(body: Body) -> None:
+    """Print what was exported, and how far its answers are from those of the source."""
     # The files that lie beside the exported one.
     beside = " and ".join(each.name for each in (*body["parts"], body["sidecar"]))
     count = "images" if body["dynamic_batch"] else "one image"
@@ -211,6 +213,7 @@ def _print(body: Body) -> None:
     ]
 
     quantized = body["quantized"]
+    # The figures come from running the file. Without its runtime here there are none.
     if body["figures"]:
         rows += _figure_rows(body)
     else:

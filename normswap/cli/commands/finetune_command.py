@@ -166,10 +166,13 @@ def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening
 
 
 def _print(body: Body) -> None:
+    """Print how a training ended: top-1 before and after, and where its networks are."""
     rows = body["rows"]
     if not body["finished"]:
         say(f"stopped at update {body['updates']}, nothing is lost")
 
+    # The first row of metrics.csv is the network before training. `ema_top1` is that of the averaged
+    # weights.
     if rows and rows[-1]["top1"] is not None:
         accuracies = [row["top1"] for row in rows] + [row["ema_top1"] for row in rows]
         best = max(value for value in accuracies if value is not None)

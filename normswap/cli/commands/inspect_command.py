@@ -55,6 +55,7 @@ def run(model: ModelOfAnyKind, *, opening: Opening, json: Json = False) -> int:
 
 
 def _print(body: Body) -> None:
+    """Print a network, then tables of its residual blocks, norms, and refusals."""
     print_network(body)
     if body["blocks"]:
         table("Residual blocks", _BLOCKS, _block_rows(body["blocks"]), right=("x", "norms"))

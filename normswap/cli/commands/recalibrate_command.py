@@ -152,8 +152,10 @@ def run(
 
 
 def _print(body: Body) -> None:
+    """Print how much new BatchNorm statistics change the network's answers."""
     facts(("recalibrated", body["source"]), ("on", body["data"]), ("read", body["notes"][0]))
     tables.print_proof(body["report"])
+    # The record has the answers' figures as plain values. `ChangedAnswers` puts them into words.
     answers: object = "not compared"
     if body["answers"] is not None:
         from normswap.surgery.recalibration import ChangedAnswers

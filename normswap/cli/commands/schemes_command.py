@@ -62,9 +62,11 @@ def _card(name: str) -> Body:
 
 
 def _print(bodies: Sequence[Body]) -> None:
+    """Print each scheme: what it does, its options, and whether it is exact."""
     for body in bodies:
         defaults = body["options"]
         options = [f"{flag(name)} (default {value})" for name, value in defaults.items()]
+        # The options that must keep their default for the conversion to be exact.
         needed = [f"{flag(name)} {defaults[name]}" for name in body["exact_only_with"]]
 
         exact = "always" if body["exact"] else "no"

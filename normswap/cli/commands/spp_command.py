@@ -134,6 +134,7 @@ def run(
 
 
 def _print(body: Body) -> None:
+    """Print a table of the signal's mean and variance for each network."""
     for name, points in body["curves"].items():
         rows = []
         for point in points:

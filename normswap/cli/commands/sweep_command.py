@@ -153,9 +153,11 @@ def trainer(
     """
 
     def train(recipe: Recipe, folder: Path) -> RunEnd | None:
+        """Train one run of a sweep, and return how it ended. None if it has no top-1 at its end."""
         from normswap.training.engine import finetune
         from normswap.training.sweep import RunEnd
 
+        # With `auto`, a run that was killed earlier is continued from its folder.
         source = opening.open(model) if model else None
         result = finetune(
             source,
@@ -166,6 +168,7 @@ def trainer(
             track="none",
             progress=progress,
         )
+        # The last row of metrics.csv has the figures after the last epoch.
         last = result.rows[-1]
         top1 = last["top1"]
         if not result.finished or top1 is None:
