@@ -171,8 +171,8 @@ def _print(body: Body) -> None:
     if not body["finished"]:
         say(f"stopped at update {body['updates']}, nothing is lost")
 
-    # The first row of metrics.csv is the network before training. `ema_top1` is that of the averaged
-    # weights.
+    # The first row of metrics.csv is the network before training. `ema_top1` is the accuracy of the
+    # averaged weights.
     if rows and rows[-1]["top1"] is not None:
         accuracies = [row["top1"] for row in rows] + [row["ema_top1"] for row in rows]
         best = max(value for value in accuracies if value is not None)
