@@ -31,7 +31,13 @@ def dotted(path: str, name: str) -> str:
 
 
 def doubled(tensor: Tensor | None, default: Tensor) -> Tensor:
-    """Return a parameter's values in float64, or `default` if the layer has no such parameter."""
+    """Return a parameter or buffer of a layer in float64, without its autograd history.
+
+    Args:
+        tensor: The parameter or buffer. None if the layer has none, such as a convolution without
+            a bias.
+        default: What is returned in place of None.
+    """
     if tensor is None:
         return default
     return tensor.detach().double()

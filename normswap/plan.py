@@ -127,7 +127,9 @@ class Absorption(_Record):
 
 @dataclass(frozen=True)
 class Then(_Record):
-    """A layer that an `Edit` puts behind its replacement, at the same path.
+    """One more layer that an `Edit` puts behind the layer that replaces a module.
+
+    Both stand at the path of the module.
 
     Args:
         layer: The name of the class in `normswap.layers` that builds the layer.

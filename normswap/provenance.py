@@ -85,25 +85,33 @@ class Provenance:
         return frozenset(merged | absorbed)
 
     def after(self, step: Step, norms: Mapping[str, Tensor]) -> Provenance:
-        """Return the provenance of the network that a conversion makes of this one.
+        """Return the provenance of a network after one more conversion.
 
         The remarks are dropped, since they are about the network as it was opened.
 
         Args:
             step: The conversion, as a step of the plan.
-            norms: The tensors of the norms that it replaced, by their dotted names.
+            norms: The tensors of the norms that the conversion replaced, by their dotted names.
         """
         plan = self.plan.then(step)
         return replace(self, plan=plan, norms={**self.norms, **norms}, remarks=())
 
 
 def attach(model: nn.Module, record: Provenance) -> nn.Module:
-    """Put a provenance on a network, so that `of` finds it, and return the network."""
+    """Put a provenance on a network, and return the network.
+
+    Args:
+        model: The network, which is changed.
+        record: The provenance: where the network comes from, and what was done to it.
+    """
     model.__dict__[_KEY] = record
     return model
 
 
 def of(model: nn.Module) -> Provenance:
-    """Return the provenance on a network, or a new one that only names the network's class."""
+    """Return the provenance that a network carries: its origin, and what was done to it.
+
+    If the network carries none, the result is a new one that only names the network's class.
+    """
     record: Provenance = model.__dict__.get(_KEY) or Provenance(source=type(model).__name__)
     return record

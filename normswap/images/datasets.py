@@ -173,8 +173,8 @@ def make_loader(
         )
     network_input.require_seed(seed)
 
-    # Make the transform from the network's preprocessing. A record that was read from JSON has
-    # lists in place of tuples.
+    # Make the transform of the images from those keys of the network's record that say how images
+    # are prepared. A record that was read from JSON has lists in place of tuples.
     record = image_record(model) if isinstance(model, nn.Module) else model
     values: dict[str, Any] = {name: record[name] for name in _TRANSFORM if name in record}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -406,7 +406,8 @@ def _check_location(location: Path) -> None:
     if not location.is_dir():
         raise SourceError(f"{location} is neither a folder nor a file")
 
-    # How many paths lead to each folder, and the folders to look into, each with those above it.
+    # How many paths lead to each folder, by the folder's identity. `pending` has the folders to
+    # look into, each with the identities of the folders above it.
     visits: Counter[tuple[int, int]] = Counter()
     pending = [(location, frozenset({_identity(location)}))]
     while pending:
@@ -922,5 +923,5 @@ def _once(names: Sequence[str]) -> dict[str, int]:
 
 
 def _plain(name: str) -> str:
-    """Return a name without case, `_` and `-`."""
+    """Return a name for comparisons: in lower case, with a blank in place of `_` and `-`."""
     return re.sub(r"[\s_-]+", " ", name).strip().casefold()

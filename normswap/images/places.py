@@ -21,7 +21,8 @@ def check(data: str) -> None:
     Raises:
         SourceError: `data` is none of these.
     """
-    # The word before the slash says that timm opens the dataset, as in `torch/cifar10`.
+    # `_WORDS` are `noise` and `synthetic`. The word before a slash says that timm opens the
+    # dataset, as in `torch/cifar10`.
     if data in (shipped.NAME, *_WORDS) or data.partition("/")[0].lower() in PREFIXES:
         return
     if not os.path.exists(data):

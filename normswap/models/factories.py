@@ -58,6 +58,8 @@ def create(arch: Arch) -> nn.Module:
     Raises:
         SourceError: The factory cannot be imported, fails, or returns no network.
     """
+    # The factory may lie in the working directory. Random values come from a fixed seed, so that
+    # each build gives the same ones. The user's own code may ask the hub (`online`).
     with _working_directory():
         factory = _found(arch.name)
         with seeded():
@@ -70,7 +72,7 @@ def create(arch: Arch) -> nn.Module:
 
 @contextmanager
 def _working_directory() -> Iterator[None]:
-    """Inside a `with` block, let Python import modules of the working directory, as `python -m`."""
+    """Inside a `with` block, let Python import modules that lie in the working directory."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

@@ -66,13 +66,13 @@ RECORDED = (*_PREPROCESSING, *TESTED, *_STEM_AND_HEAD, *_TOP_LEVEL, "license")
 
 
 def endpoint() -> str:
-    """Return the address of the hub in use (HF_ENDPOINT)."""
+    """Return the address of the hub that is asked, which the user may set by HF_ENDPOINT."""
     return str(constants.ENDPOINT)
 
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Inside a `with` block, keep every library from asking the hub: a request fails at once."""
+    """Inside a `with` block, let every request to the Hugging Face hub fail at once."""
     with mock.patch.object(constants, "HF_HUB_OFFLINE", True):
         yield
 
@@ -298,7 +298,10 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
 
 
 def own_cfg(model: nn.Module) -> Cfg:
-    """Return the record of weights and images that timm has put on a network, or an empty dict."""
+    """Return timm's record of a network's weights and images, which timm has put on the network.
+
+    It is the network's attribute `pretrained_cfg`. The dict is empty if there is none.
+    """
     cfg: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     if not isinstance(cfg, Mapping):
         return {}
@@ -336,10 +339,14 @@ def unlicensed_record(model: nn.Module) -> Cfg:
 
 
 def per_channel(values: Sequence[float], channels: int) -> list[float]:
-    """Return one value for each channel, of values such as the mean of the images' pixels.
+    """Return one value for each channel, such as the mean of the pixels.
 
-    If the number of values is not the number of channels, every channel gets the mean of the
-    values, as in timm.
+    If there is another number of values than channels, every channel gets the mean of all values,
+    as in timm.
+
+    Args:
+        values: The values, as the network's record states them.
+        channels: The number of the network's input channels.
     """
     if len(values) == channels:
         return list(values)

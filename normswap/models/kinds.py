@@ -48,10 +48,10 @@ class Kind:
     foreign: bool = False
 
     def load(self) -> ModuleType:
-        """Return the Python module that builds networks of this kind.
+        """Return the module of normswap that builds the networks of one library, such as timm.
 
         Raises:
-            SourceError: The package that the kind needs is not installed.
+            SourceError: The library is not installed.
         """
         if self.package and importlib.util.find_spec(self.package) is None:
             what = f"a network written {self.prefix}:... needs {self.package}"
@@ -118,10 +118,13 @@ def prefixes() -> tuple[str, ...]:
 
 
 def by_builder(builder: str) -> Kind:
-    """Return the kind of source that an `Arch` names as its builder.
+    """Return the kind of source (such as timm) by the name that an `Arch` has for its builder.
+
+    Args:
+        builder: The name, such as `timm` or `torchvision`.
 
     Raises:
-        SourceError: No kind has this builder.
+        SourceError: There is no builder of this name.
     """
     match = next((kind for kind in KINDS if kind.builder == builder), None)
     if match is None:

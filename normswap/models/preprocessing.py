@@ -136,5 +136,8 @@ def _record(model: nn.Module, values: Cfg, without: Sequence[str] = ()) -> None:
 
 
 def stated(model: nn.Module) -> Cfg:
-    """Return the network's record of its images and classes: normswap's own, or else timm's."""
+    """Return the record of a network's images and classes, as a dict with the keys of timm.
+
+    It is normswap's own record if there is one, or else timm's.
+    """
     return dict(provenance.of(model).pretrained_cfg) or own_cfg(model)

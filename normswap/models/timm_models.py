@@ -48,6 +48,8 @@ def create(arch: Arch) -> nn.Module:
     Args:
         arch: The name of the network in timm's registry, and its arguments.
     """
+    # The arguments may come from somebody else's file. Those that are no part of an architecture,
+    # such as an argument that loads weights, are refused.
     check_arguments(arch, _FORBIDDEN)
     _check_known(arch.name)
     model: nn.Module = make(
@@ -57,7 +59,7 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
-    """Raise SourceError if timm has no network of this name. It suggests similar names."""
+    """Raise SourceError if timm has no network of a name. The message suggests similar names."""
     # A name may have the tag of its weights, as in `resnet50.a1_in1k`.
     base, _, tag = name.partition(".")
     # The networks that only the recipes of this package use are registered with timm when needed.
@@ -77,13 +79,17 @@ def _check_known(name: str) -> None:
 
 
 def _registered(name: str) -> Cfg:
-    """Return timm's record (`pretrained_cfg`) for a name. It is empty if timm has none."""
+    """Return timm's record (`pretrained_cfg`) for the name of a network, as a dict.
+
+    The record says how images are prepared, and which classes there are. It is empty if timm has
+    none.
+    """
     cfg = get_pretrained_cfg(name)
     return dict(cfg.to_dict()) if cfg else {}
 
 
 def _looks_like_path(name: str) -> bool:
-    """Return whether a name has a character that no name of timm has: a slash or a colon."""
+    """Return whether a text has a slash, backslash or colon, which no name in timm has."""
     return any(mark in name for mark in "/\\:")
 
 
@@ -127,7 +133,8 @@ def _from_name(name: str, arguments: Cfg) -> Built:
     """
     model = create(Arch(name, arguments))
     cfg = hub.own_cfg(model) or {**_USUAL, "architecture": name}
-    # If the name is deprecated, timm has put its current name into the record.
+    # The architecture is stored by its name without the tag of the weights. If the name is
+    # deprecated, timm has put its current name into the record.
     arch = _untagged(cfg, arguments)
     source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
     preprocessing = hub.record(cfg, arch.kwargs, model)
@@ -242,7 +249,8 @@ def _configured(file: Path, origin: str, arguments: Cfg) -> tuple[Arch, Cfg]:
     channels, *sides = cfg["input_size"]
     cfg["input_size"] = [model_args.get("in_chans", channels), *sides]
 
-    # The user's arguments come first, then the file's, then those that the record implies.
+    # The user's arguments come first, then the file's, then those that the record implies. With the
+    # record, `_untagged` returns an architecture whose arguments are the implied ones.
     kwargs = {
         **_untagged(cfg, {}).kwargs,
         "num_classes": cfg["num_classes"],
@@ -277,7 +285,12 @@ def identify(
 
 
 def _rebuilt(arch: Arch, rebuild: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """Return a newly built network, converted by `rebuild`."""
+    """Return a newly built network of timm after `rebuild` has converted it.
+
+    Args:
+        arch: The name of the network in timm, and its arguments.
+        rebuild: Converts the network, and returns it.
+    """
     return rebuild(create(arch))
 
 

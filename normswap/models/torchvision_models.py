@@ -89,6 +89,8 @@ def create(arch: Arch) -> nn.Module:
         arch: The name of the builder, and its arguments. The argument `weights` only changes what
             is built. No weights are loaded.
     """
+    # The arguments may come from somebody else's file. Those that are no part of an architecture,
+    # such as an argument that loads weights, are refused.
     check_arguments(arch, _FORBIDDEN)
     _check_known(arch.name)
     kwargs = dict(arch.kwargs)
@@ -111,7 +113,7 @@ def create(arch: Arch) -> nn.Module:
 
 
 def _check_known(name: str) -> None:
-    """Raise SourceError if torchvision has no builder of this name. It suggests similar names."""
+    """Raise SourceError if torchvision has no network of a name, and suggest similar names."""
     names = models.list_models()
     if name not in names:
         remedy = near(name, names, "See torchvision.models.list_models()")

@@ -332,6 +332,7 @@ def _trained(place: str, arch: Arch, name: str, *, has_new_head: bool) -> nn.Mod
         )
 
     # transformers reports each tensor that did not fit. Those of a new head may have other shapes.
+    # An entry of `mismatched_keys` begins with the tensor's name.
     other_shapes = [key[0] for key in info["mismatched_keys"] if not has_new_head]
     misfits = {
         "missing": info["missing_keys"],

@@ -100,7 +100,10 @@ def hash_each(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def hash_all(state: Mapping[str, Tensor]) -> tuple[str, dict[str, str]]:
-    """Return a pair: the results of `hash_tensors` and `hash_each`. Values are read only once."""
+    """Return the hash over all tensors, and a dict with a short hash of each tensor by its name.
+
+    They are the same as those of `hash_tensors` and `hash_each`, but each value is read only once.
+    """
     descriptions = _descriptions(state)
     hashes = {
         name: hashlib.sha256(description).hexdigest()[:16]
@@ -316,6 +319,7 @@ def _wrapped_under(content: Mapping[object, object], file: Path) -> object:
     passed_over = [_shown_key(key) for key in states if key != chosen]
     if passed_over:
         note = f"{file} holds {first_few(passed_over)} beside {_shown_key(chosen)}, which was taken"
+        # With this level, Python names the line that called `read`.
         warnings.warn(note, WeightsNote, stacklevel=4)
     return chosen
 
@@ -374,7 +378,10 @@ def _without_prefix(state: StateDict, bare: State) -> StateDict:
 
 
 def _below(named: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Return the values by shorter names: the part before the first dot is dropped."""
+    """Return the values by shorter names, without the part before the first dot.
+
+    A value named `module.conv1.weight` gets the name `conv1.weight`.
+    """
     return {name.partition(".")[2]: value for name, value in named.items()}
 
 
@@ -479,6 +486,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     as_it_is = _without_prefix(named, bare)
     state = as_it_is
     if not _fits(state, bare):
+        # Translate the names as timm does it, then adapt the stem and the head.
         state = _native(state, model)
         state = _restem(state, bare, origin, cfg)
         state = _rehead(state, bare, model, cfg)
@@ -550,6 +558,7 @@ def _note_halves(state: State, bare: State, origin: str) -> None:
     if halves:
         shown = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in halves))
         note = f"{origin} is in {shown}, and becomes float32: the same numbers, in twice the size"
+        # With this level, Python names the line that called `load_into`.
         warnings.warn(note, WeightsNote, stacklevel=3)
 
 
@@ -565,11 +574,15 @@ def _fits(state: State, bare: State) -> bool:
 
 
 def _native(state: State, model: nn.Module) -> State:
-    """Return the tensors by the names that timm gives them.
+    """Return the tensors of a file by the names that timm gives them.
 
     Names of torchvision or of a network's authors are translated by a function of timm that stands
     in the same Python module as the network's class. If there is no such function, or it fails, the
     tensors are returned as they are.
+
+    Args:
+        state: The file's tensors by name.
+        model: The network of timm that is to be filled.
     """
     module = sys.modules[type(model).__module__]
     convert = next((getattr(module, name) for name in _FILTERS if hasattr(module, name)), None)
@@ -671,10 +684,10 @@ def note_new_head(path: str, classes: int) -> None:
 
 
 def listed(misfits: Mapping[str, Sequence[str]]) -> str:
-    """Return a text with the number and the first few names of each kind of misfit.
+    """Return a text about the tensors of a file that do not fit the network.
 
-    Such as `2 missing: fc.weight, fc.bias; 1 unexpected: head.weight`. A misfit is a tensor of a
-    file that does not fit the network, or is not there.
+    It has the number and the first few names of each kind of misfit, such as
+    `2 missing: fc.weight, fc.bias; 1 unexpected: head.weight`.
 
     Args:
         misfits: The names of the tensors that do not fit, by the kind of misfit.
@@ -682,7 +695,7 @@ def listed(misfits: Mapping[str, Sequence[str]]) -> str:
     parts: list[str] = []
     for kind, names in misfits.items():
         if names:
-            # Names with their shapes are long, and one shows what kind of network it was.
+            # Names that come with their shapes are long, so only one of them is shown.
             most = 1 if kind == _OTHER_SHAPE else 3
             parts.append(f"{len(names)} {kind}: {first_few(names, most)}")
     return "; ".join(parts)
@@ -786,7 +799,7 @@ def _classes_of(state: Mapping[str, Tensor], bare: Mapping[str, Tensor]) -> int:
 
 
 def _has_its_gamma(missing: str, state: Mapping[str, Tensor]) -> bool:
-    """Return whether a missing tensor is a running statistic of a norm whose gamma is in the file.
+    """Return whether a missing tensor is a running statistic of a norm, and the file has its gamma.
 
     Args:
         missing: The name of the missing tensor, such as `layer1.0.bn1.running_mean`.

@@ -140,8 +140,8 @@ def check_writable(file: Path, *, force: bool = False, package_of: Sequence[str]
             for a package. Empty if a file is written.
 
     Raises:
-        OutputError: The file exists and `force` is not given, its folder does not exist, or a
-            directory stands at the path that is no such package or holds something else.
+        OutputError: The file exists and `force` is not given, or its folder does not exist. Or a
+            directory stands at the path that is no package of this kind, or holds other files.
     """
     left_behind.put_back(file)
     if file.is_dir() and not package_of:
@@ -157,7 +157,15 @@ def check_writable(file: Path, *, force: bool = False, package_of: Sequence[str]
 
 
 def _check_package(package: Path, names: Sequence[str]) -> None:
-    """Raise OutputError unless a directory is a package with these entries, and holds no others."""
+    """Raise OutputError unless a directory is a package that may be replaced.
+
+    A package is a directory that a runtime opens as if it were one file, such as a `.mlpackage`.
+
+    Args:
+        package: The path of the directory.
+        names: The names of the package's entries. The directory must have the first one, and
+            nothing beside these entries.
+    """
     remedy = "Remove it yourself, or give another name"
     if not (package / names[0]).is_file():
         raise OutputError(f"{package} has no {names[0]}", remedy=remedy)
@@ -221,7 +229,8 @@ def _exchange(
             os.replace(new_file, folder / new_file.name)
             placed.append(new_file.name)
     # The old files are put back after an interrupt (KeyboardInterrupt), too. Before that, the new
-    # files go back to the folder in which they were written.
+    # files make room: they go back to the folder in which they were written. The moves are undone
+    # in reverse order, so that the new main file goes first and the old one comes back last.
     except BaseException:
         for name in reversed(placed):
             os.replace(folder / name, new_files[0].with_name(name))

@@ -128,9 +128,9 @@ def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | N
 
 
 def _found_network(source: str) -> Path | None:
-    """Return the directory or file of a network that `save` wrote, or None if `source` is no such.
+    """Return the directory or file of a network that `save` wrote, or None if there is none.
 
-    If it is a repository of the hub, its files are downloaded.
+    If the user names a repository of the hub, its files are downloaded.
 
     Args:
         source: What the user named: a path, perhaps as `local-dir:DIR` or `hf:DIR`, or any other
@@ -292,9 +292,9 @@ def load(
 def _state_images(model: nn.Module, record: Header) -> Body:
     """Set a network's `pretrained_cfg` to what its saved file says of images and classes.
 
-    timm puts the configuration of its default weights on each network that it builds. The file's
-    record replaces it, except for the facts of the architecture. If the file records nothing, as
-    older files do, the size and the preprocessing of the default weights stay.
+    timm puts the record of its default weights on each network that it builds. The file's record
+    replaces it. Only entries stay that hold for any weights of the architecture, such as the names
+    of stem and head. If the file has no record, as older files do, timm's record stays.
 
     Args:
         model: The network, which is changed.
@@ -304,6 +304,7 @@ def _state_images(model: nn.Module, record: Header) -> Body:
         The record of images and classes in the file, which may be empty.
     """
     images = record.images
+    # timm's record is taken whole if the file has none, or else only what holds for any weights.
     own_cfg = hub.own_cfg(model)
     if images:
         own_cfg = hub.of_architecture(model)

@@ -102,7 +102,12 @@ def restore(model: nn.Module, state: StateDict, record: Header) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
-    """Raise OutputError for a tensor that is sparse, quantized, nested or of a class of its own."""
+    """Raise OutputError for a tensor that is sparse, quantized, nested or of a class of its own.
+
+    Args:
+        name: The name of the tensor, for the message.
+        tensor: The tensor.
+    """
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     if not is_plain or is_traceable_wrapper_subclass(tensor):
         why = f"{name} is sparse, quantized or of another kind: {type(tensor).__name__}"

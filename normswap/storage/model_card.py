@@ -174,7 +174,11 @@ def _data_for_hub(
 
 
 def _is_frozen(record: Provenance) -> bool:
-    """Return whether the last conversion put frozen norms into the network."""
+    """Return whether the last conversion of a network has frozen its BatchNorms.
+
+    Args:
+        record: The provenance of the network, which has the plan of its conversions.
+    """
     schemes_of_steps = [step.scheme for step in record.plan.steps]
     # A network without conversions has no last scheme, so the slice is empty.
     return schemes_of_steps[-1:] == ["frozen-bn"]
@@ -210,12 +214,15 @@ def base_model(record: Provenance) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return the text with its marks escaped, so that Markdown shows it literally in one line."""
+    """Return a text in which the marks of Markdown are escaped.
+
+    Then Markdown shows the text literally, in one line.
+    """
     return _MARKS.sub(r"\\\g<0>", printable(text))
 
 
 def _code_span(text: str) -> str:
-    """Return the text as code in a line of Markdown, such as `text` between backticks."""
+    """Return a text as Markdown shows code in a line: between backticks."""
     # The text may hold backticks itself. It ends at the first row of as many as stood before it, so
     # one more than its longest row is put around it.
     text = printable(text)
@@ -252,7 +259,10 @@ def _results(task: str, accuracy: Accuracy | None) -> list[EvalResult] | None:
 
 
 def _described(step: Step) -> str:
-    """Return a conversion in words: its scheme, with the options that differ from the defaults."""
+    """Return a conversion in words, such as the name of its scheme.
+
+    Options of the scheme that are not at their defaults stand behind the name, in brackets.
+    """
     options = ", ".join(
         f"{key} = {value}" for key, value in schemes.changed(step.scheme, step.options).items()
     )

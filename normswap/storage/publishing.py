@@ -318,7 +318,11 @@ def _license_of_source(record: provenance.Provenance, folder: Path) -> str:
 
 
 def _license_on_card(repo: str | None) -> str | None:
-    """Return the license that the card of a repository on the hub states, or None."""
+    """Return the license that the model card of a repository on the hub states, or None.
+
+    Args:
+        repo: The repository, as owner/name. None if the weights are from no repository.
+    """
     if repo is None:
         return None
     # If the card cannot be fetched or read, for whatever reason, the license is not known.
