@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +37,8 @@ EXAMPLES = (
     "finetune resnet50 --recipe finetune_imagenet_skipinit --data IMAGES",
     "finetune demo-skipinit --recipe mine.yaml --data IMAGES optim.lr=0.01",
 )
+# A recipe names no file of weights.
+_WEIGHTS_OF_RECIPES = ("pretrained", "random")
 _WORDS = (
     "A MODEL as in `inspect` [default: the recipe's], and keys of the recipe with values, e.g."
     " optim.lr=0.05."
@@ -97,22 +100,27 @@ def run(
 
     from normswap.training import assembly
     from normswap.training.engine import finetune
+    from normswap.training.training_images import drawn_by
 
     # Only the first of several processes prints.
     assembly.read_slurm()
     is_first = os.environ.get("RANK", "0") == "0"
     name = model or (plan.model.name if plan.model else "")
     folder = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
+    to_continue = _words_to_continue(model, opening, folder)
     try:
-        source = opening.open(model) if model else None
+        # Random weights, and a new head, depend on the seed as those of a network that the recipe
+        # names. So a run can be continued.
+        source = None
+        if model:
+            with drawn_by(plan.train.seed, "weights"):
+                source = opening.open(model)
         with training_bar(quiet=not is_first) as (progress, say):
             result = finetune(source, plan, folder, **vars(training), progress=progress, say=say)
     except KeyboardInterrupt:
         if is_first and (folder / "state" / "run.pt").is_file():
-            say_aside(
-                "stopped; to go on from the last state: normswap finetune --resume auto -o"
-                f" {folder}"
-            )
+            command = shlex.join(["normswap", *map(str, to_continue)])
+            say_aside(f"stopped; to go on from the last state: {command}")
         raise
 
     # The network itself is no value of --json.
@@ -120,23 +128,40 @@ def run(
         body = {"output": folder, **vars(result)}
         network = body.pop("model")
         next_command = _next_command(
-            result, folder, trust_words(network), plan.data.root or "IMAGES"
+            result, to_continue, trust_words(network), plan.data.root or "IMAGES"
         )
         show(body, json, _print, *next_command)
     return 0
 
 
-def _next_command(result: Result, folder: Path, trust: list[str], data: str) -> list[object]:
+def _words_to_continue(model: str | None, opening: ImageOpening, folder: Path) -> list[object]:
+    """Return the words of the command that continues a run.
+
+    Args:
+        model: The MODEL of the command line, if there is one. It is named again if the recipe in
+            the run's folder does not say all of how it is opened (`_named`).
+        opening: How the MODEL is opened.
+        folder: The run's folder.
+    """
+    said = replace(opening, weights="pretrained", arch_arg=None)
+    is_in_recipe = opening.weights in _WEIGHTS_OF_RECIPES and said == ImageOpening()
+    words = [] if model is None or is_in_recipe else opening.words(model)
+    return ["finetune", *words, "--resume", "auto", "-o", folder]
+
+
+def _next_command(
+    result: Result, to_continue: list[object], trust: list[str], data: str
+) -> list[object]:
     """Return the words of the next command: one that measures the best network, or continues.
 
     Args:
         result: The result of the run.
-        folder: The run's folder.
+        to_continue: The words of the command that continues the run.
         trust: The words that are needed to open the run's networks.
         data: The images to measure on.
     """
     if not result.finished:
-        return ["finetune", "--resume", "auto", "-o", folder]
+        return to_continue
     # Images without labels give no accuracy, and the network may have no classes.
     is_labelled = any(row["top1"] is not None for row in result.rows)
     command = "evaluate" if is_labelled else "verify"
@@ -159,7 +184,7 @@ def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening
 
     if data is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"root": data})})
-    if model is None or opening.weights not in ("pretrained", "random"):
+    if model is None or opening.weights not in _WEIGHTS_OF_RECIPES:
         return recipe
     network = RecipeNetwork(name=model, weights=opening.weights, args=opening.arch_args())
     return recipe.model_copy(update={"model": network})

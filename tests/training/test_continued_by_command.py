@@ -1,0 +1,104 @@
+"""Law of continued runs: the command that is printed opens the very network the run began with."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from support.command_line import Capture, here
+from torch import Tensor, nn
+
+from normswap.cli.app import main
+from normswap.models.preprocessing import stated
+from normswap.training import assembly, engine, recipe_files
+from normswap.training.engine import Result
+from normswap.training.recipe import Recipe
+
+__all__ = ["here"]  # a fixture
+
+SMALL = (
+    *("resnet18", "--weights", "random"),
+    *("--arch-arg", "channels=4,4,8,8", "--arch-arg", "layers=1,1,1,1"),
+)
+# How a MODEL is typed; a recipe says all of the first, and not all of the others.
+TYPED: dict[str, tuple[str, ...]] = {
+    "arguments": SMALL,
+    "a new head": (*SMALL, "--num-classes", "10"),
+    "other channels": (*SMALL, "--in-chans", "1", "--image-mean", "0.5", "--image-std", "0.25"),
+    "a size": (*SMALL, "--input-size", "3,32,32"),
+    "a file": ("resnet18", "--weights", "net.pth", *SMALL[3:]),
+}
+
+
+class Begun:
+    """Stands for a training that is stopped at once, and keeps what it began with."""
+
+    def __init__(self) -> None:
+        self.networks: list[nn.Module] = []
+        self.recipes: list[Recipe] = []
+
+    def __call__(self, model: nn.Module | None, recipe: Recipe, out: Path, **_: object) -> Result:
+        network = assembly.begin(model, recipe).source
+        self.networks.append(network)
+        self.recipes.append(recipe)
+        out.mkdir(exist_ok=True)
+        (out / "recipe.yaml").write_text(recipe_files.dump(recipe))
+        return Result(
+            best=out / "best",
+            last=out / "last",
+            model=network,
+            rows=(),
+            best_epoch=None,
+            updates=0,
+            finished=False,
+            notes=(),
+        )
+
+
+@pytest.mark.parametrize("case", TYPED)
+def test_the_command_that_is_printed_goes_on_with_the_same_network(
+    case: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Begun()
+    monkeypatch.setattr(engine, "finetune", begun)
+    if case == "a file":
+        write_weights()
+    words = ("--recipe", "cifar10_recover_skipinit", "--data", "demo", "train.seed=5", "-o", "run")
+
+    assert main(["finetune", *TYPED[case], *words]) == 0
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "next: " in line]
+    # Whatever was drawn meanwhile, the network's own numbers are drawn as before.
+    torch.rand(3)
+    assert main(shlex.split(line)[2:]) == 0
+
+    first, second = begun.networks
+    assert tensors(first).keys() == tensors(second).keys()
+    assert all(torch.equal(value, tensors(second)[name]) for name, value in tensors(first).items())
+    assert dict(stated(first)) == dict(stated(second))
+    assert begun.recipes[0] == begun.recipes[1]
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.state_dict())
+
+
+def write_weights() -> None:
+    """Write the weights of a small network into a file."""
+    sizes: dict[str, Any] = {"channels": (4, 4, 8, 8), "layers": (1, 1, 1, 1)}
+    torch.save(timm.create_model("resnet18", **sizes).state_dict(), "net.pth")
+
+
+def test_another_seed_draws_other_weights(
+    here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Begun()
+    monkeypatch.setattr(engine, "finetune", begun)
+    words = ("finetune", *SMALL, "--recipe", "cifar10_recover_skipinit", "--data", "demo")
+
+    for seed in (0, 1):
+        assert main([*words, f"train.seed={seed}", "-o", f"run{seed}"]) == 0
+
+    first, second = (tensors(network)["conv1.weight"] for network in begun.networks)
+    assert not torch.equal(first, second)
