@@ -9,6 +9,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
+from normswap.layers import per_sample
 from normswap.layers.frozen_norm import EvalNorm, FrozenNorm
 from normswap.layers.planned_layer import PlannedLayer
 from normswap.layers.site_norm import SiteNorm
@@ -69,6 +70,34 @@ def test_a_layer_in_the_place_of_a_norm_computes_with_its_eps(
         assert new.eps == eps
         if layer is SiteNorm:
             assert settings_of(new)[1] == momentum
+
+
+NEW_NORMS: dict[str, dict[str, Any]] = {
+    "groupnorm": {"groups": 2},
+    "layernorm": {},
+    "instancenorm": {},
+    "dyt": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scheme", NEW_NORMS)
+def test_what_is_normalized_times_gamma_and_with_beta_is_the_layers_output(
+    scheme: str, kind: str
+) -> None:
+    """A fit sets gamma and beta by this; with an eps as large as the variances."""
+    source = Sandwich(norm_of(kind, 1e-4, 0.1)).eval()
+    options = NEW_NORMS[scheme]
+    converted = normswap.convert(source, scheme, inputs=SMALL, **options).model
+    layers: list[Any] = [layer for layer in converted.modules() if per_sample.normalizes(layer)]
+    x = torch.randn(3, 4, 5, 5, dtype=torch.float64)
+
+    (layer,) = layers
+    with torch.no_grad():
+        value = per_sample.normalized(layer, x) * layer.weight.view(1, -1, 1, 1)
+        value = value + layer.bias.view(1, -1, 1, 1)
+    activation = getattr(layer, "act", None) or nn.Identity()
+    assert distance(run(layer, x), run(activation, value)) < 1e-12
 
 
 class Sandwich(nn.Module):

@@ -79,6 +79,23 @@ def test_the_error_of_several_outputs_has_the_largest_distance_and_the_least_agr
     assert distances.count == 4
 
 
+@pytest.mark.parametrize("count", [1, 7, 50, 400])
+def test_the_least_agreement_is_the_share_that_chance_would_still_show(count: int) -> None:
+    """Wilson's bound is the root of (p - b)^2 = z^2 b (1 - b) / n below p."""
+    for same in {0, 1, count // 2, count - 1, count}:
+        kept = held_out.Kept(same / count, 0.25, count, "the largest of 3 on axis 1", 1)
+
+        bound = kept.least
+
+        assert bound is not None
+        spread = 1.96 * (max(bound * (1 - bound), 0) / count) ** 0.5
+        assert same / count - bound == pytest.approx(spread, abs=1e-9)
+        assert kept.least_percent == int(100 * bound + 1e-12)
+        assert f"{100 * same / count:.1f} % of {count} held-out images" in str(kept)
+        assert f"at least {kept.least_percent} %" in str(kept)
+        assert "relative L2 2.5e-01" in str(kept)
+
+
 class Chain(nn.Module):
     """Two layers, and a function between them."""
 

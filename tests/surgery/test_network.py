@@ -123,6 +123,67 @@ def test_what_follows_is_another_network(looks: list[nn.Module]) -> None:
     assert looks == [network.module, other.module]
 
 
+def silent(done: int, total: int) -> None:
+    """A callback for progress."""
+
+
+GIVEN = torch.randn(2, 3, 8, 8)
+BATCHES = [torch.randn(4, 3, 8, 8)]
+# None of the fields of a record has its default.
+FIELDS: dict[str, Any] = {"inputs": GIVEN, "seed": 5, "calibrate": BATCHES, "progress": silent}
+# What becomes of a record, and the fields that are others then.
+FOLLOWING: dict[str, tuple[Callable[[Network], Network], dict[str, Any]]] = {
+    "after a step": (
+        lambda network: network.after(copy.deepcopy(network.module)),
+        {"calibrate": None, "progress": None},
+    ),
+    "in float64": (Network.doubled, {"calibrate": None, "progress": None}),
+    "with images": (
+        lambda network: network.fitted_to([GIVEN]),
+        {"calibrate": [GIVEN], "progress": None},
+    ),
+    "with images and progress": (
+        lambda network: network.fitted_to(None, silent),
+        {"calibrate": None},
+    ),
+    "of itself": (Network.of, {}),
+    "of another seed": (lambda network: Network.of(network, seed=6), {"seed": 6}),
+    "of other images": (
+        lambda network: Network.of(network, calibrate=[GIVEN]),
+        {"calibrate": [GIVEN]},
+    ),
+    "where float64 is": (Network.with_double, {}),
+}
+
+
+@pytest.mark.parametrize("given", ["inputs", "size"])
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_record_that_follows_has_every_field_but_those_that_are_changed(
+    name: str, given: str
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    own = dict(FIELDS)
+    if given == "size":
+        own = {**own, "inputs": None, "size": (3, 8, 8)}
+    network = Network(module, **own)
+    assert network.calls
+    follow, changed = FOLLOWING[name]
+
+    other = follow(network)
+
+    expected = {"size": None, **own, **changed}
+    found = {field: getattr(other, field) for field in expected}
+    if name == "in float64":
+        assert other.dtype == torch.float64
+        # Given inputs are calls in the other dtype then.
+        found["inputs"], expected["inputs"] = None, None
+    assert found == expected
+    before, after = (record.calls[0].images.double() for record in (network, other))
+    is_drawn_anew = given == "size" and "seed" in changed
+    assert torch.equal(before, after) is not is_drawn_anew
+
+
 def test_weights_that_are_drawn_are_not_those_that_were_there() -> None:
     loaded, drawn = (
         provenance.attach(net(), provenance.Provenance(sha256=digest)) for digest in ("ab12", None)
