@@ -54,7 +54,10 @@ class MeasuredNorm(PlannedLayer):
 
 
 def _outputs(conv: _ConvNd | nn.Linear) -> int:
-    """Return the number of output channels, as the weight's shape says."""
+    """Return the number of output channels of a layer, read from the shape of its weight.
+
+    The layer's own attribute is not read, because pruning by hand leaves it as it was.
+    """
     if isinstance(conv, _ConvNd) and conv.transposed:
         return int(conv.weight.shape[1]) * conv.groups
     return len(conv.weight)

@@ -82,10 +82,11 @@ def names() -> list[str]:
 def get(name: str) -> Scheme:
     """Return the record of a scheme, by its name.
 
-    It names a target (`--to`), a purpose (`--for`), or a step that a conversion adds by itself.
+    The name is that of a target (`--to`), of a purpose (`--for`), or of a step that a conversion
+    adds by itself.
 
     Raises:
-        OptionError: There is none of that name. The message lists the names.
+        OptionError: No scheme has this name. The message lists the names.
     """
     shipped = {**TARGETS, **PURPOSES, **STEPS}
     if name in shipped:

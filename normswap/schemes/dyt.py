@@ -66,8 +66,10 @@ def fit(task: FitTask) -> None:
 
 
 def fitting_target(step: Step) -> Step:
-    """Return a copy of a step that places gamma x + beta where the step has gamma tanh(x) + beta.
+    """Return a copy of a plan's step, with a scale and shift in place of every Dynamic Tanh.
 
-    The result, with its Dynamic Tanhs, is fitted to the network that the copy makes.
+    Where the step has gamma tanh(alpha x) + beta, the copy has gamma x + beta (`Straight`). The
+    copy is carried out to make a network that computes what the source does. The network with
+    Dynamic Tanhs is then fitted to it.
     """
     return exchanged(step, DynamicTanh.__name__, Straight.__name__)

@@ -34,13 +34,13 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str
         anatomy: The recorded network.
         mean: What becomes of the mean of a filter. `keep` adds it as a number that learns. `fit`
             drops it and fits the filters again.
-        stem: The same for the filters of the first convolution.
-        depthwise: The same for depthwise filters.
-        init: `keep` keeps the weights. `reset` starts a fresh network as the paper does, without
-            any means.
+        stem: What becomes of the means in the first convolution: `keep` or `fit`.
+        depthwise: What becomes of the means of depthwise filters: `keep` or `fit`.
+        init: `keep` keeps the weights. `reset` starts a fresh network by the paper's formulas
+            (Brock et al. 2021), without any means.
 
     Raises:
-        OptionError: Means are to be kept and reset.
+        OptionError: `mean` is `keep` and `init` is `reset`.
     """
     if init == "reset":
         if mean == "keep":
@@ -51,7 +51,8 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str
             )
         # `fit` drops the means. A network that is reset is not fitted afterwards.
         builder = standardize(plan_start(anatomy), mean="fit", stem="fit", depthwise="fit")
-        # A convolution multiplies its filters by the gamma of the activation that it reads.
+        # A convolution multiplies its filters by the gamma of the activation that it reads. Without
+        # norms it also needs a bias of its own.
         for path, linear in builder.linears.items():
             if linear.layer == "StandardizedConv":
                 linear.extra |= {"gamma": gamma_before(builder, path), "bias": "add"}
@@ -86,9 +87,9 @@ def standardize(builder: PlanBuilder, *, mean: str, stem: str, depthwise: str) -
         builder: The plan in the making, which is changed and returned.
         mean: The treatment of a filter's mean. `keep` adds it as a number that learns. `fit` drops
             it and fits the filters again.
-        stem: The same for the first convolution, whose means carry brightness and colour.
-        depthwise: The same for depthwise filters. Such a filter reads a single channel. Without the
-            filter's own mean, the channel's mean would be lost.
+        stem: The treatment in the first convolution, where the means carry brightness and colour.
+        depthwise: The treatment of depthwise filters. Such a filter reads a single channel. Without
+            the filter's own mean, the channel's mean would be lost.
     """
     # The paths of the layers inside gates (squeeze and excitation) begin with one of these.
     anatomy = builder.anatomy

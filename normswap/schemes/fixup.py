@@ -32,8 +32,10 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
 
     Args:
         anatomy: The recorded network.
-        init: The start of the weights. `keep` keeps them. `fixup` resets them as the paper does,
-            `zeros` and `scaled` by its component 1 or 2 alone.
+        init: The start of the weights. `keep` keeps them. `fixup` resets them by both components of
+            the paper's initialization (Zhang et al. 2019), `zeros` and `scaled` by one alone. With
+            `zeros` the last layer of each branch, and the classifier, start at 0. With `scaled` the
+            other layers of each branch are multiplied by a power of the depth.
     """
     check_blocks(anatomy)
 
@@ -59,7 +61,7 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
 
 
 def _replace_norms_before_activations(builder: PlanBuilder) -> None:
-    """Plan a scalar bias in place of each removed norm that an activation reads."""
+    """Plan a learnable scalar bias where an activation reads a norm that the plan removes."""
     anatomy = builder.anatomy
     for path, module in anatomy.traced.modules.items():
         if not builder.is_removed(path, module) or not anatomy.takes_part(path):
@@ -69,7 +71,10 @@ def _replace_norms_before_activations(builder: PlanBuilder) -> None:
 
 
 def _place_scales(builder: PlanBuilder) -> None:
-    """Plan a multiplier of 1 at the end of each residual branch that has none."""
+    """Plan a learnable scalar, at first 1, that multiplies the output of each residual branch.
+
+    A branch that ends in such a scalar already keeps it, unless the plan replaces it.
+    """
     modules = builder.traced.modules
     for block in builder.anatomy.included_blocks:
         if block.tail is None:
@@ -103,6 +108,7 @@ def _shift_layers(builder: PlanBuilder) -> None:
         ):
             builder.notes.append(f"{path} gets no bias before it: it is a {kind.__name__}")
         else:
+            # `Shifted` is the layer that adds one learnable scalar to its input.
             builder.linear(path).layer = "Shifted"
 
 
@@ -127,8 +133,8 @@ def _shift_activations(builder: PlanBuilder) -> None:
 def _drop_channel_biases(builder: PlanBuilder) -> None:
     """Plan that no layer has a bias per channel, and no norm leaves a shift.
 
-    The classifier keeps its bias, as in the paper, and so do the layers of gates (squeeze and
-    excitation), of which the paper says nothing.
+    The classifier keeps its bias, as in Fixup's paper (Zhang et al. 2019). The layers of gates
+    (squeeze and excitation) keep theirs, since the paper says nothing of them.
     """
     # The paths of the layers inside gates begin with one of these.
     anatomy = builder.anatomy
@@ -164,7 +170,7 @@ def _before_activation(builder: PlanBuilder, site: Site) -> bool:
 
 
 def _reset(builder: PlanBuilder, *, zeros: bool, scaled: bool) -> None:
-    """Plan the paper's initialization: weights are multiplied by 0, or by a power of the depth.
+    """Plan Fixup's initialization: weights are multiplied by 0, or by a power of the depth.
 
     Args:
         builder: The plan in the making.

@@ -48,7 +48,8 @@ def without_norms(anatomy: Anatomy) -> PlanBuilder:
 def _remove(builder: PlanBuilder, path: str) -> None:
     """Plan that a norm becomes the identity, and that the activation behind it works out of place.
 
-    The activation may now read the residual stream, which the skip reads as well.
+    Without the norm, the activation may read a tensor that the skip connection reads, too. So it
+    must not write into that tensor.
     """
     traced = builder.traced
     builder.replace(path, "Vacant", in_place=False)
@@ -74,7 +75,7 @@ def _check_weights(builder: PlanBuilder, block: Block) -> None:
 
 
 def scale_readers(builder: PlanBuilder, node: fx.Node, factor: float) -> None:
-    """Plan that all readers of a residual sum, except further sums, read it times a factor.
+    """Plan a factor for all that reads a residual sum, except for further sums.
 
     A reader is a norm that the plan removes, or an activation f with f(c x) = c f(x). The factor
     takes the place of the norm, or stands behind the activation.
@@ -102,7 +103,10 @@ def scale_readers(builder: PlanBuilder, node: fx.Node, factor: float) -> None:
 
 
 def _passes(builder: PlanBuilder, path: str) -> bool:
-    """Whether f(c x) = c f(x) for the module at a path and c > 0, once the plan is carried out."""
+    """Whether f(c x) = c f(x) for c > 0, where f is what the module at a path computes.
+
+    If the plan removes the module, f is the activation that it leaves, or the identity.
+    """
     if builder.removes(path):
         return is_homogeneous(builder.anatomy.site(path).activation)
     return is_homogeneous(builder.traced.modules[path])

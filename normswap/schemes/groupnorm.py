@@ -195,9 +195,10 @@ def absolute_eps(norm: Site, relative_eps: float) -> float:
 
 
 def fitting_target(step: Step) -> Step:
-    """Return a copy of a step with a BatchNorm (`Recentred`) in place of every GroupNorm.
+    """Return a copy of a plan's step that places a BatchNorm where the step places a GroupNorm.
 
-    The result is fitted to the network that the copy makes.
+    The BatchNorm undoes the rescaling of its input (`Recentred`). The copy is carried out to make a
+    network to which the network with GroupNorms is then fitted.
     """
     return exchanged(step, "GroupNorm", "Recentred")
 

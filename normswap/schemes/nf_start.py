@@ -31,7 +31,8 @@ ALPHA = 0.2
 def plan_start(anatomy: Anatomy) -> PlanBuilder:
     """Return the plan of a fresh normalizer-free network, except for its filters.
 
-    It removes the norms, and places factors and a scalar in each residual block.
+    The network is that of Brock et al. 2021 (arXiv:2101.08692). The plan removes the norms, and
+    places factors and a scalar in each residual block.
 
     Args:
         anatomy: The recorded network, whose blocks are pre-activation ones.
@@ -48,6 +49,8 @@ def plan_start(anatomy: Anatomy) -> PlanBuilder:
                 "timm's resnetv2_50 is resnet50 with such blocks",
             )
 
+    # Each block adds alpha f(x / beta) to its skip x, where beta^2 is the variance of x by the
+    # paper's formula. `stream` is the node of the sum before the block, or None at the first block.
     variance = 1.0
     stream: fx.Node | None = None
     for block in anatomy.blocks:
@@ -57,8 +60,9 @@ def plan_start(anatomy: Anatomy) -> PlanBuilder:
             except NotFoldable as why:
                 builder.refusals[block.path] = str(why)
 
-        # beta^2 of the next block. A skip with a convolution has variance 1 again, and each branch
-        # adds alpha^2, also in a block that `only` or `skip` leaves out.
+        # The variance after the block is beta^2 of the next one. It is counted as well if the user
+        # has left the block out of the conversion. A convolution on the skip connection resets the
+        # variance to 1, and each branch adds alpha^2.
         skip_variance = 1.0 if block.skip == "projection" else variance
         variance = skip_variance + ALPHA**2
         stream = block.total
@@ -73,7 +77,8 @@ def _place(builder: PlanBuilder, block: Block, stream: fx.Node | None, factor: f
         builder: The plan in the making.
         block: The block.
         stream: The node of the sum before the block. None if there is none.
-        factor: 1 / beta, by which the branch multiplies its input.
+        factor: 1 / beta, by which the branch multiplies its input. beta is the standard deviation
+            of that input, by the formula of Brock et al. 2021.
 
     Raises:
         NotFoldable: No module can hold 1 / beta, or none can hold the scalar and alpha.

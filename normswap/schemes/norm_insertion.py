@@ -226,9 +226,10 @@ def insert_norms(anatomy: Anatomy, layer: str, keep: PlanNorm, **args: object) -
 
 
 def _lost_norms(anatomy: Anatomy) -> list[str]:
-    """Return the norms that an earlier conversion took away, by their paths in its source network.
+    """Return the paths of the norms that earlier conversions have taken away.
 
-    Norms that do not take part in this conversion (`only`, `skip`) are left out.
+    The paths are those in the network before the conversions. Norms that the user has left out of
+    this conversion (`only`, `skip`) are left out here, too.
     """
     present = {anatomy.original_path(norm.path) for norm in anatomy.norms}
     return [
@@ -326,6 +327,7 @@ def _restore(builder: PlanBuilder, original: str, layer: str, args: Body) -> Non
         builder.settle(path, KEEPS_STATISTICS)
         return
 
+    # Where a scale or shift of the norm is left, the new norm reads what the old norm read.
     mean, std = moments(builder.anatomy, original, at_input=not becomes_free)
     builder.replace(path, layer, **args, mean=_rounded(mean), std=_rounded(std))
     builder.settle(

@@ -55,8 +55,8 @@ def plan_opacus(anatomy: Anatomy) -> PlanBuilder:
     """Return the plan that makes a network fit for training with Opacus.
 
     It has the edits and refusals of `plan_federated`. In addition, nothing may write in place into
-    the output of a layer that learns. A layer is refused if Opacus cannot compute its gradients per
-    sample, or if it learns and holds buffers.
+    the output of a layer that learns, because Opacus puts backward hooks on the layer. A layer is
+    refused if Opacus cannot compute its gradients per sample, or if it learns and holds buffers.
     """
     builder = plan_federated(anatomy)
     traced = anatomy.traced
@@ -134,14 +134,15 @@ def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 
 
 def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Refuse a layer that learns and holds buffers.
+    """Refuse a layer with learning parameters that holds buffers, because Opacus refuses it.
 
     A layer whose weight is parametrized, as by weight normalization, may have no learning parameter
-    of its own. It gets a bias.
+    of its own, since the parametrization holds them. It gets a bias.
     """
     if not site_of(module).learns:
         if parametrize.is_parametrized(module):
-            # Without a bias Opacus would hook the parametrization, which sees no samples.
+            # Without a bias Opacus would hook the parametrization. That reads a weight, from which
+            # no gradients per sample can be computed.
             builder.replace(path, "WithBias")
             builder.settle(path, Outcome("learn", "learns", "it gets a bias"))
         return
@@ -196,5 +197,8 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
 
 
 def _learning_owners(traced: Traced, node: fx.Node) -> list[str]:
-    """Return the layers that learn and return the node's value, innermost first."""
+    """Return the paths of the modules that return the value of `node` and have learning parameters.
+
+    The innermost module is the first.
+    """
     return [path for path in traced.outputs.get(node, ()) if traced.site(path).learns]

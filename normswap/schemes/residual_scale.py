@@ -149,6 +149,7 @@ def _scale(
     if after_sum is None:
         divisors[block.total] = a * _divisor_of_skip(builder, block, divisors)
         b /= divisors[block.total]
+        # A larger factor comes too near the end of half precision.
         if b > LARGEST:
             raise NotFoldable(
                 f"its skip cannot hold a factor, and {b:.1e} on its branch leaves half precision"
@@ -183,7 +184,9 @@ def _tail(builder: PlanBuilder, block: Block) -> str:
 def _scale_freely(
     builder: PlanBuilder, block: Block, a: float, b: float, divisors: dict[fx.Node, float]
 ) -> list[tuple[str, float]]:
-    """Return the factors of a block of a fresh network, whose weights are not divided by them.
+    """Return the factors that a block y = a x + b f(x) of a fresh network gets.
+
+    Fresh weights stay as they were drawn: none is divided by a factor to make up for it.
 
     Args:
         builder: The plan in the making.
@@ -200,12 +203,14 @@ def _scale_freely(
         NotFoldable: A factor has no place, or is too large.
     """
     tail = _tail(builder, block)
+    # If the skip x is divided by d, the sum is x / d + b / (a d) f(x) = (a x + b f(x)) / (a d).
     divisor = _divisor_of_skip(builder, block, divisors)
     on_branch = b / (a * divisor)
     if on_branch > LARGEST:
         raise NotFoldable(f"a factor of {on_branch:.1e} on its branch leaves half precision")
 
-    # A module after the sum holds a, or the stream is divided by a from here on.
+    # A module after the sum multiplies by a, which leaves the divisor d. If there is no such
+    # module, the stream is divided by a d from here on.
     after_sum = _after_sum(builder, block) if a != 1 else None
     if after_sum is not None:
         _, path = after_sum
@@ -216,7 +221,9 @@ def _scale_freely(
 
 
 def _multiply_readers(builder: PlanBuilder, divisors: dict[fx.Node, float]) -> None:
-    """Plan that each reader of a divided residual sum multiplies the sum by its divisor again.
+    """Plan that what reads a divided residual sum gets it multiplied by its divisor again.
+
+    A residual sum is divided by the factor a of its block if no module there can hold a.
 
     Args:
         builder: The plan in the making.
@@ -233,9 +240,10 @@ def _multiply_readers(builder: PlanBuilder, divisors: dict[fx.Node, float]) -> N
 
 
 def _divisor_of_skip(builder: PlanBuilder, block: Block, divisors: dict[fx.Node, float]) -> float:
-    """Return the number by which the value is divided that a block's skip adds.
+    """Return the number by which the value of a block's skip connection is divided.
 
-    It is 1 if no sum above is divided, or if a convolution stands between that sum and the block's.
+    It is 1 if no residual sum before the block is divided, or if a convolution on the skip stands
+    between such a sum and the block's sum.
 
     Args:
         builder: The plan in the making.

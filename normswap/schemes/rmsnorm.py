@@ -54,6 +54,9 @@ def plan(anatomy: Anatomy) -> PlanBuilder:
 def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Stream]) -> None:
     """Plan an RMSNorm in place of a LayerNorm.
 
+    The two are equal if the mean of their input over the channels is 0. So the residual streams
+    that the norm reads are to be centred.
+
     Args:
         builder: The plan in the making.
         norm: The LayerNorm.
@@ -63,6 +66,7 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
     Raises:
         NotFoldable: The norm cannot be replaced, or its input cannot be centred.
     """
+    # The reason, if there is one, why gamma and beta of the norm cannot be changed.
     if norm.refusal_of_gamma:
         raise NotFoldable(norm.refusal_of_gamma)
 
@@ -72,12 +76,14 @@ def _replace(builder: PlanBuilder, norm: Site, streams: list[residual_stream.Str
     for call in calls:
         values += inputs(call)
 
+    # If the norm is the network's last one, the user is told that the features lose their mean.
     _add_stream(builder, values, streams)
     _note_features(builder, path, values)
 
     builder.replace(path, "RMSNorm")
     builder.settle(path, _rmsnorm_outcome())
     # If the norm has a beta, it moves into the linear layers that read the norm, or else it stays.
+    # gamma stays in the RMSNorm, so these layers absorb the shift alone (`BEFORE_SHIFT`).
     if getattr(norm.module, "bias", None) is None:
         return
 
@@ -104,8 +110,8 @@ def _note_features(builder: PlanBuilder, path: str, values: list[fx.Node]) -> No
     if role != "head":
         return
 
-    # Users take the input of the last norm as features. They do not where a class token is joined
-    # with the other tokens just before the norm.
+    # Users take the input of the last norm as features. A step with several inputs may join a class
+    # token with the other tokens just before the norm. Its value is not what they take.
     value = values[0]
     if channel_axes.is_step(builder.traced, value) and len(inputs(value)) == 1:
         features = f"the features after {residual_stream.called(value)}"

@@ -319,5 +319,9 @@ class Chosen:
 
     @property
     def measures(self) -> bool:
-        """Whether `fit` measures statistics on images, and `settle` then restores the function."""
+        """Whether the scheme measures statistics on images, and keeps the network's function.
+
+        Its `fit` measures them. Its `settle` then sets the other tensors so that the function of
+        the network is what it was.
+        """
         return self.scheme.settle is not None

@@ -29,7 +29,12 @@ from normswap.sites.activations import keeps_forward
 
 
 def no_tail(anatomy: Anatomy, block: Block) -> str:
-    """Return the reason why no scalar can stand at the end of a block's branch."""
+    """Return why no scalar can stand at the end of a block's residual branch, as a text.
+
+    Args:
+        anatomy: The recorded network.
+        block: A block whose `tail` is None: no module can hold a scalar there.
+    """
     last = anatomy.traced.module(block.branch)
     if last is not None and anatomy.traced.called(last) > 1:
         return "forward calls its layers several times, and a scalar is placed for one call"
@@ -223,7 +228,8 @@ def check_blocks(anatomy: Anatomy) -> None:
     """Check that there are residual blocks to convert.
 
     Raises:
-        RefusedError: The network has no residual blocks, or none takes part.
+        RefusedError: The network has no residual blocks, or the user has left all of them out of
+            the conversion (`only`, `skip`).
     """
     if not anatomy.blocks:
         # Without blocks a BatchNorm can only fold. Where there is none, nothing can be proposed.
@@ -241,13 +247,15 @@ def check_blocks(anatomy: Anatomy) -> None:
 
 
 def _rescale(builder: PlanBuilder, path: str, value: float | None, bias: bool) -> None:
-    """Plan the new alpha and bias of a scalar that stays, if they change.
+    """Plan a new alpha or bias for a layer y = alpha x + bias that already ends a residual branch.
+
+    Nothing is planned if neither changes.
 
     Args:
         builder: The plan in the making.
-        path: The path of the scalar.
+        path: The path of the layer.
         value: The new alpha. None keeps the old one.
-        bias: Whether the scalar gets a bias.
+        bias: Whether the layer gets a bias.
     """
     old = cast(BranchScale, builder.traced.modules[path])
     alpha = value
@@ -289,7 +297,11 @@ def drop_before_classifier(builder: PlanBuilder, p: float) -> PlanBuilder:
 
 
 def _can_be_wrapped(builder: PlanBuilder, path: str) -> bool:
-    """Whether the layer at a path is linear, is called once, and is not to absorb a norm."""
+    """Whether a layer may be wrapped in a `Dropped`, which puts a dropout before it.
+
+    The layer must be an `nn.Linear` that is called once. The user must allow changes of it, and the
+    plan must have none yet.
+    """
     module = builder.traced.modules[path]
     try:
         check_linear(builder, path, module)
