@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from normswap.copying import duplicate, twin
+from normswap.copying import duplicate, to_double, twin
 
 
 class Holder(nn.Module):
@@ -90,6 +92,67 @@ def test_what_is_one_thing_stays_one(name: str) -> None:
     for copied in (copy.deepcopy(model), duplicate(model, {})):
         assert SAME[name](copied)
         assert SAME[name](model)
+
+
+class Point(NamedTuple):
+    """A tuple of a class of its own."""
+
+    x: int
+    rows: list[int]
+
+
+@dataclass
+class Notes:
+    """A record of a user."""
+
+    rows: list[int]
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "arguments of a partial": lambda: functools.partial(F.interpolate, torch.ones(1, 1, 2), 4),
+    "keywords of a partial": lambda: functools.partial(F.interpolate, scale_factor=2),
+    "both of a partial": lambda: functools.partial(F.pad, torch.ones(2), pad=[1, 2], value=3.0),
+    "a partial of a partial": lambda: functools.partial(functools.partial(pow, 2), mod=5),
+    "a list in a dict": lambda: {"a": [1, {2: (3, [4])}], None: {5}},
+    "an ordered dict": lambda: OrderedDict(b=[1], a=[2]),
+    "a counter": lambda: Counter("aab"),
+    "a dict with a default": lambda: defaultdict(list, a=[1]),
+    "a queue": lambda: deque([1, [2]], maxlen=3),
+    "a named tuple": lambda: Point(1, [2]),
+    "a record": lambda: Notes([1]),
+    "a size": lambda: torch.Size([2, 3]),
+    "a slice": lambda: slice(1, 9, 2),
+    "frozen": lambda: frozenset({1, 2}),
+    "bytes": lambda: bytearray(b"ab"),
+    "a tensor": lambda: torch.arange(3, dtype=torch.int16),
+    "a dtype": lambda: torch.bfloat16,
+}
+
+
+def described(value: Any) -> Any:
+    """All that is in a value, so that two can be compared."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, functools.partial):
+        return value.func, described(value.args), described(value.keywords)
+    if isinstance(value, dict):
+        extra = getattr(value, "default_factory", None)
+        return type(value), extra, [(key, described(entry)) for key, entry in value.items()]
+    if isinstance(value, list | tuple | deque):
+        return type(value), getattr(value, "maxlen", None), [described(each) for each in value]
+    return type(value), value
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("copying", [twin, lambda model: duplicate(model, {}), to_double])
+def test_a_copy_holds_all_that_the_original_holds(
+    name: str, copying: Callable[[nn.Module], Any]
+) -> None:
+    model = Holder(kept=VALUES[name]())
+
+    copied = copying(model)
+
+    assert described(copied.kept) == described(model.kept) == described(VALUES[name]())
 
 
 @pytest.mark.parametrize(

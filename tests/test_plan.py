@@ -5,6 +5,7 @@ understand.
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -55,12 +56,18 @@ plans = st.builds(Plan, st.lists(steps, max_size=3).map(tuple))
 
 
 @settings(max_examples=50)
-@given(plan=plans, indent=st.sampled_from([None, 2]))
-def test_round_trip(plan: Plan, indent: int | None) -> None:
+@given(plan=plans, name=words, indent=st.sampled_from([None, 2]))
+def test_round_trip(plan: Plan, name: str, indent: int | None) -> None:
+    outcomes = {"a.b": Outcome(name, f"{name} folds"), "c": Outcome("stays", name, "why")}
+    told = tuple(replace(step, outcomes=outcomes) for step in plan.steps)
+    plan = Plan(told, made_for=name)
+
     read = Plan.from_json(plan.to_json(indent))
     assert read == plan
     assert read.digest == plan.digest
     assert json.loads(plan.to_json())["digest"] == plan.digest
+    # Two plans may be equal, and be meant for other networks or say something else to people.
+    assert asdict(read) == asdict(plan)
 
 
 @settings(max_examples=50)
