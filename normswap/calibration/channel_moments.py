@@ -91,6 +91,7 @@ class ChannelLine:
         # The slope is the covariance of x and y over the variance of x. Rounding can leave a small
         # variance in a channel that is constant.
         mean, variance = self.moments()
+        # The means of x, of y, of x^2 and of x y.
         _, target, square, product = self.sums / self.count
         varies = variance > 1e-12 * square
         slope = torch.where(

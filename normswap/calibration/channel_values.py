@@ -109,6 +109,7 @@ def dead_leaves(
     like = anchor(model)
     for size in _sizes(model, example.size):
         # A few images show whether the network runs, and which variance reaches the first norm.
+        # `of` puts them in the place of the call's images.
         try:
             moments = observed(
                 model, norms, [example.of(leaves(4, size, 0).to(like))], image_moments
@@ -148,6 +149,8 @@ def _sizes(model: nn.Module, recorded: tuple[int, ...]) -> list[list[int]]:
     channels, *sides = made_for if recorded in network_input.small(made_for) else recorded
     # A number of sides that is not listed is that of no image, signal or clip.
     largest = LARGEST.get(len(sides))
+    # First sides of at most `largest`, which cost less, then the full sides, for a network that
+    # does not run on smaller images.
     return (
         [[channels, *(min(side, largest) for side in sides)], [channels, *sides]] if largest else []
     )

@@ -39,7 +39,11 @@ class Adam:
         self.square = np.zeros_like(self.values)
 
     def step(self, gradient: Numbers) -> None:
-        """Take a step against the gradient, in place."""
+        """Change `values`, in place, by one step of Adam.
+
+        Args:
+            gradient: The derivative of the loss by each of the values.
+        """
         self.steps += 1
         self.mean += MEAN_RATE * (gradient - self.mean)
         self.square += SQUARE_RATE * (gradient**2 - self.square)

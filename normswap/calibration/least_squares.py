@@ -110,7 +110,7 @@ class Moments:
             self.flush()
 
     def flush(self) -> None:
-        """Add the rows that are waiting to the sums."""
+        """Add the rows in `waiting` to the sums, and clear `waiting`."""
         if self.waiting:
             parts = zip(*self.waiting, strict=True)
             x, y = (torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in parts)
@@ -122,7 +122,7 @@ class Moments:
             self.xy += y.transpose(1, 2) @ x
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of the rows of both.
+        """Return the sums over the rows of this record and of another one.
 
         Args:
             other: Moments about the same points.
@@ -213,7 +213,7 @@ class Folds:
         if not self.halves:
             self.halves = [Moments.like(x, y, biased=self.biased) for _ in range(2)]
 
-        # Both halves have one point, which is subtracted once.
+        # Both halves sum about the same point, so it is subtracted from all rows at once.
         x = _about(x, self.halves[0].x0)
         y = _about(y, self.halves[0].y0)
         for i, half in enumerate(self.halves):
@@ -224,19 +224,20 @@ class Folds:
         self.images += count
 
     def total(self) -> Moments:
-        """Return the moments of all images."""
+        """Return the moments of all images: the sum of both halves."""
         return self.halves[0] + self.halves[1]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The part of a regression that depends on its inputs alone: K = C + ridge m, factored.
+    """The factored matrix K = C + ridge m of a ridge regression, which depends on inputs alone.
 
-    A record may be made for R ridges at once. Its tensors then have R as their first dimension.
+    C is the covariance of the inputs, and m the mean of its diagonal. Both are by group. A record
+    may be made for R ridges at once. Its tensors then have R as their first dimension.
 
     Args:
         factor: The lower Cholesky factor of K, (G, f, f).
-        damp: The ridge times m, the mean diagonal of C, (G, 1, 1).
+        damp: The ridge times m, (G, 1, 1).
     """
 
     factor: Tensor
@@ -262,7 +263,8 @@ class Kernel:
             kernel.diagonal(dim1=-2, dim2=-1).add_(damp[..., 0])
             factor, failed = torch.linalg.cholesky_ex(kernel)
 
-            # A sum of ridges is finite if each is. Both answers are read at once.
+            # A sum of ridges is finite if each is. Reading a number waits for the GPU, so both are
+            # read at once.
             total, failures = torch.stack([damp.sum(), failed.sum()]).tolist()
             if not math.isfinite(total):
                 raise torch.linalg.LinAlgError("the covariance is not finite")
@@ -273,8 +275,9 @@ class Kernel:
     def weights(self, cross: Tensor, prior: Tensor, *, zero_sum: Tensor | None) -> Tensor:
         """Return the regression weights V = (B + damp prior) (C + damp I)^-1, (G, o, f).
 
-        If the record was made for R ridges, the result is R such weights, (R, G, o, f). With
-        `zero_sum` u, V is changed to the best weights among those with V u = 0.
+        C is the covariance of the inputs x, and B that of the targets y with x. If this `Kernel`
+        has R ridges, the result is the weights of each, (R, G, o, f). With `zero_sum` u, the result
+        is the best weights among those with V u = 0.
 
         Args:
             cross: The covariance B of y with x, (G, o, f).
@@ -312,7 +315,8 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> F
         V = argmin E |y - b - V x|^2 + ridge * m |V - prior|^2,   m the mean diagonal of C
         V = (B + ridge m prior) K^-1,   K = C + ridge m
 
-    With `zero_sum` u the result is projected: V -= (V u) / (u' K^-1 u) (K^-1 u)'.
+    C is the covariance of x, and B that of y with x. With `zero_sum` u the result is projected:
+    V -= (V u) / (u' K^-1 u) (K^-1 u)'.
 
     Args:
         folds: The moments of x and y on two halves of the images.
@@ -349,23 +353,30 @@ def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -
     other_covariance, other_cross, other_variance = other.covariances()
     fitted_means = fitted.means()
     other_means = other.means()
+    # How far the mean input and the mean target of the second half are from those of the first.
     apart = [theirs - ours for theirs, ours in zip(other_means, fitted_means, strict=True)]
 
     def errors(ridges: Sequence[float]) -> list[float]:
-        """Return the squared error on the second half of the weights of each ridge."""
+        """Fit weights with each ridge on the first half, and return their errors on the second.
+
+        An error is the squared error, summed over the outputs that are judged (`judged`).
+        """
         ridge = torch.tensor(ridges, dtype=prior.dtype).to(prior.device).view(-1, 1, 1, 1)
         weight = Kernel.of(covariance, ridge).weights(
             cross[:, judged], prior[:, judged], zero_sum=zero_sum
         )
 
-        # E |y - b - V x|^2 on the second half is V C V' - 2 V B' + Var[y], plus the squared error
-        # of the mean output, by which the biases of both halves are apart.
+        # E |y - b - V x|^2 on the second half is V C V' - 2 V B' + Var[y] with the covariances C of
+        # x and B of y with x there, plus the squared error of the mean output. That error is the
+        # difference between the biases that fit the two halves.
         offset = _bias(weight, apart[0], apart[1][:, judged], biased=fitted.biased)
         pulled = weight @ other_covariance - 2 * other_cross[:, judged]
         constant = other_variance[:, judged].sum()
         square: Tensor = (pulled * weight).sum((1, 2, 3)) + offset.square().sum((1, 2)) + constant
         return square.tolist()
 
+    # With few inputs per output, all ridges are fitted in one call. With many, a ridge that is not
+    # tried saves more than the calls cost, so they are fitted one by one.
     together = len(RIDGES) if prior.shape[2] <= _NARROW else 1
     best = RIDGES[0]
     least = float("inf")

@@ -54,7 +54,8 @@ class Interpreter:
     """
 
     def __init__(self, model: nn.Module, example: Example) -> None:
-        # The number of images in a list decides which operations run, so a list is not shortened.
+        # Two images show which operations run, and cost less than the batch. But the number of
+        # images in a list decides which operations run, so a list is not shortened.
         self.traced = (
             record_once(model, example) if example.listed else record(model, example.first(2))
         )
@@ -68,7 +69,10 @@ class Interpreter:
             self.last.update(dict.fromkeys(node.all_input_nodes, i))
 
     def start(self, example: Example) -> Values:
-        """Return the values before the first node: the inputs, and the key of the record.
+        """Return the values before the first node, by name: the inputs and a key of `records`.
+
+        The key is under the name `SIZE`. It says which recorded forward runs on these inputs, as
+        each size of the input has a record of its own.
 
         Args:
             example: The call whose inputs are taken. It is recorded if its size is new.
@@ -104,6 +108,8 @@ class Interpreter:
         Returns:
             The same values, without those that no later node reads.
         """
+        # The recorded forward for this size of input. Its last node returns the outputs, and
+        # computes nothing.
         record = self.records[values[SIZE]]
         for i in range(begin, end):
             node = record.nodes[i]
@@ -204,7 +210,10 @@ class Lockstep:
             raise SourceError(f"{self.images} calibration images", "at least 2 are needed")
 
     def _store(self, example: Example) -> None:
-        """Add a call to the stored batches. Its stored values are the inputs of the networks."""
+        """Add a call to the stored batches, with each network before its first node.
+
+        So the values that are stored of it are the inputs alone.
+        """
         self.rows += example.count
         # Each network gets a copy: the first layer may write in place.
         starts = [interpreter.start(example.map(torch.clone)) for interpreter in self.interpreters]
@@ -313,13 +322,18 @@ def _mapped(value: Tensor) -> Tensor:
     # Writing to a mapped file on a full disk kills the process.
     if shutil.disk_usage(tempfile.gettempdir()).free < 2 * value.nbytes:
         return value
+    # The file is deleted at the end of the block. Its memory stays as long as the tensor does.
     with tempfile.NamedTemporaryFile(prefix="normswap-") as file:
         mapped = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype)
     return mapped.view(value.shape).copy_(value)
 
 
 def _loaded(values: Values, device: torch.device) -> Values:
-    """Return stored values, with a copy on the device of each tensor that is in a mapped file."""
+    """Return stored values, with the tensors that are in mapped files copied to the device.
+
+    Large tensors may have been moved to files that are mapped into the CPU's memory. If the network
+    runs on the CPU, they are returned as they are.
+    """
     loaded = dict(values)
     for name, value in values.items():
         # The storage of such a tensor has the name of its file.

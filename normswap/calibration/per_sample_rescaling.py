@@ -85,6 +85,8 @@ def choose_rescaling(
     args = rescalable(step)
     # By the path of a norm, the path of the convolution before it, which holds the norm's scales.
     holders = {edit.reads[0]: edit.path for edit in step.edits if edit.layer == "Rescaled"}
+    # A norm may have a layer in front (its lead) that holds its scales instead. `without_lead`
+    # returns the norm behind that layer.
     norms = {path: without_lead(target.get_submodule(path)) for path in args}
 
     # Dead leaves are always among the images, so that scales can be chosen without the user's, and
@@ -158,9 +160,11 @@ class NormInputs:
         means: The mean of each channel in each image, less the mean over all images, (G, N, c).
         squares: The mean square of each channel in each image about the same mean, (G, N, c).
         var: The running variance of each channel, (G, c).
-        effect: The cost of a squared error in each channel, (G, c).
-        eps: The eps that is added to each group's variance, (G, 1): the norm's eps times the
-            group's mean variance over the mean variance of all groups.
+        effect: What a squared error in a channel's input costs in the norm's output, (G, c). It is
+            (gamma / deviation)^2, relative to the largest of the norm's channels.
+        eps: The eps that is added to each group's variance, (G, 1). It is the norm's eps times the
+            group's mean variance over the mean variance of all groups, but no less than the eps of
+            the BatchNorm.
     """
 
     means: Tensor
@@ -235,15 +239,20 @@ class NormInputs:
         return cls(*(torch.cat(values) for values in tensors))
 
     def beside(self, other: NormInputs) -> NormInputs:
-        """Return one record with the images of two records of the same norm."""
+        """Return a record with the images of this record and those of another one.
+
+        Args:
+            other: The moments of the same norm's inputs on other images.
+        """
         means = torch.cat([self.means, other.means], 1)
         squares = torch.cat([self.squares, other.squares], 1)
         return NormInputs(means, squares, self.var, self.effect, self.eps)
 
     def least_costly(self) -> Tensor:
-        """Return a signed scale per channel (C,) with a low loss.
+        """Return a signed scale for each channel of the norm's input (C,), with a low loss.
 
-        The variance, averaged over the channels of a group, stays as it was.
+        The loss is the error that the norm makes by taking statistics from each sample. The mean
+        variance of the channels in a group is the same with these scales as without.
         """
         # The signs make the variance of each group's mean small: with A = x' x, t' A t is the mean
         # square over the images of the sum of a group's signed means.
@@ -272,10 +281,11 @@ class NormInputs:
         return scale * (self.var.mean(1, keepdim=True) / variance).sqrt()
 
     def descended(self, scale: Tensor) -> Tensor:
-        """Return the scales (G, c) to which Adam's descent on the loss leads. Signs stay.
+        """Return the scales (G, c) to which Adam's descent on the loss leads from given scales.
 
-        The descent runs in NumPy, as the steps are many and small, and run on the CPU whatever the
-        network's device is.
+        A scale keeps its sign, as the descent changes the logarithm of its size. The descent runs
+        in NumPy, as the steps are many and small, and run on the CPU whatever the network's device
+        is.
         """
         # Each group's gradient is divided by its loss at the start.
         unit = self.loss(self._with_mean_variance(scale)).clamp_min(1e-30).double().numpy()

@@ -38,7 +38,7 @@ _Sums = dict[str, tuple[Tensor, int]]
 
 
 class _OneValueError(SourceError):
-    """A norm sees one value per channel in a batch."""
+    """The error that a norm gets one value per channel in a batch, which has no variance."""
 
 
 def norms_of(model: nn.Module) -> dict[str, Site]:
@@ -269,6 +269,9 @@ def _add_input(sums: _Sums, site: Site, norm: nn.Module, args: tuple[Tensor, ...
                 f"{path} sees one value per channel in a batch", "its variance is not defined"
             )
 
+        # The mean of each image is squared, and the squares are averaged over the images. From them
+        # follows by how much the images' means vary.
         square_of_means = values.unflatten(1, (len(batch), -1)).mean(2).square().mean(1)
         moments = torch.stack([values.mean(1), values.var(1), square_of_means])
+        # The moments are weighted by the number of images, which stands beside them in the sums.
         _add(sums, {path: (len(batch) * moments, len(batch))})

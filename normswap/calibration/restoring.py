@@ -129,6 +129,7 @@ def _shared_layers(recorded: list[Interpreter]) -> Iterator[_SharedLayer]:
     *references, network = [interpreter.traced for interpreter in recorded]
     for node in network.nodes:
         layer = network.module(node)
+        # Only convolutions and linear maps (`fits`) that are called once are corrected.
         if layer is None or not fits(layer) or len(network.calls[id(layer)]) != 1:
             continue
 
@@ -248,5 +249,7 @@ def _set(
         factor = torch.where(varies, deviation / current.variance.sqrt(), factor)
         standardized.scale_filters(layer, factor)
 
+    # With its filters scaled, the layer without its bias has the mean factor * (mean now - bias).
+    # The new bias adds what is missing to the targets' mean.
     if layer.bias is not None:
         layer.bias.copy_(factor * (layer.bias.detach().double().cpu() - current.mean) + mean)

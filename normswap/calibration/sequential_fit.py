@@ -58,9 +58,10 @@ SHARES = (1.0, 0.5, 0.25, 0.0)
 
 @runtime_checkable
 class HeldOut(Protocol):
-    """Batches that hold some images out.
+    """Batches that values are fitted to, and that keep some images back.
 
-    `held` has the images that are held out. It is complete when the batches have been read.
+    `held` has calls with the images that are kept back, to judge the fit by. It is complete when
+    the batches have been read to the end.
     """
 
     held: list[Example]
@@ -210,7 +211,7 @@ class Destination:
 
     Args:
         scale: The factor of each channel, (C,) or (1,), in float64.
-        other_terms: The nodes of the other term of that sum. In a destination that was followed in
+        other_terms: The nodes of the sum's other term. In a destination that was followed in
             both networks they are the node in the source and the node in the result. Empty if the
             output goes into no sum.
     """
@@ -331,8 +332,9 @@ class LayerPair:
         lockstep: The source and the result, which run together.
         theirs: The layer's node in the source.
         ours: The layer's node in the result.
-        destination: Where the layer's output goes.
-        seed: Decides the positions that rows are taken from.
+        destination: Where the layer's output goes: through a scale, and perhaps into a sum. The
+            target of the fit depends on it.
+        seed: The seed of the random positions at which inputs and targets are taken.
     """
 
     lockstep: Lockstep

@@ -109,6 +109,8 @@ def make(
         ):
             for step in range(STEPS):
                 distances.clear()
+                # The network runs on the images as they are now. Its norms put their distances into
+                # the list.
                 with explained(SourceError, "synthetic images cannot be made", remedy):
                     form.of((coloured(white) * level).to(like)).call(model)
                     loss = torch.stack(distances).mean()
@@ -141,6 +143,9 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     distances: list[Tensor] = []
 
     def compare(norm: Any, args: tuple[Tensor, ...]) -> None:
+        """Append how far a norm's input is from its running statistics: a forward pre-hook."""
+        # Half precision is too coarse for a variance. The statistics are over all dimensions but
+        # that of the channels.
         x = args[0].to(torch.promote_types(args[0].dtype, torch.float32))
         site = site_of(norm)
         scale, shift = (value.to(x) for value in site.standardization)

@@ -120,7 +120,8 @@ def factors(x: Tensor, alpha: float) -> Tensor:
         x: Values of each channel, (C, n).
         alpha: The alpha of the tanh.
     """
-    # A channel may lose no more than one with normal values of deviation 1.
+    # The loss is the share of the tanh's variance that is not linear in its input. A channel may
+    # lose no more than one with normal values of deviation 1.
     quantiles = torch.special.ndtri((torch.arange(NORMAL) + 0.5) / NORMAL)[None]
     largest_loss = lost(quantiles, torch.tensor([alpha]))
 

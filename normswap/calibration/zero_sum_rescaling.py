@@ -95,9 +95,9 @@ def rescale(
     zero_sum: Which,
     only: Part = lambda path: True,
 ) -> dict[str, Tensor]:
-    """Scale channels of both networks, in place, for the layers whose filters must sum to zero.
+    """Scale channels of both networks, in place, so that filters can sum to zero at less cost.
 
-    The target computes the same function before and after.
+    The layers around a channel undo its scale, so the target computes the same function as before.
 
     Args:
         target: The network that keeps every filter's mean.
@@ -116,6 +116,7 @@ def rescale(
         return {}
 
     # `Channels` numbers the factors: channels that have to be scaled together share a factor.
+    # Layers that may not be changed are `outside` the part of the network that is scaled.
     anatomy = inspection.inspect(target, examples[0].first(2))
     outside = frozenset(path for path in anatomy.traced.modules if not only(path))
     channels = Channels(PlanBuilder(replace(anatomy, outside=outside)))
@@ -140,8 +141,8 @@ class Loss:
 
     Args:
         reads: The index of the factor that scales each input channel, (I,).
-        sums: S' S / k^2 for each group of the convolution, (G, i, i): the products of the filters'
-            means over the kernel.
+        sums: The products of the filters' means over the kernel, summed over filters, for each
+            group of the convolution, (G, i, i).
         inverse: The inverse of the covariance C of the input channels, each summed over the kernel,
             for each group of the convolution, (G, i, i).
         variance: The sum of the variances of the layer's outputs.
@@ -155,7 +156,9 @@ class Loss:
     def measured(self, logs: Numbers) -> tuple[float, Numbers]:
         """Return the loss as a share of the variance, and its derivative.
 
-        The derivative (I,) is by the logarithms of the factors of the layer's input channels.
+        In each group the loss is (u' S u) / (u' C^-1 u). Here u = 1 / f has the factors f of the
+        layer's input channels, S is `sums` and C^-1 is `inverse`. The derivative (I,) is by the
+        logarithms of the factors f.
 
         Args:
             logs: The logarithms of all factors, (count,).
@@ -186,13 +189,15 @@ def factors(losses: list[Loss], count: int) -> Tensor:
     """
     descent = Adam(np.zeros(count), RATE, FARTHEST)
     for _ in range(STEPS if losses else 0):
-        # This is the derivative of STIFF times the mean square of the logarithms.
+        # The values of the descent are the logarithms of the factors. Large ones cost something,
+        # too: this is the derivative of STIFF times their mean square.
         gradient = 2 * STIFF / count * descent.values
         for loss in losses:
             _, by_log = loss.measured(descent.values)
             # A factor may scale several channels.
             np.add.at(gradient, loss.reads.numpy(), by_log)
         descent.step(gradient)
+        # The factor of the channels that cannot be scaled stays 1.
         descent.values[FIXED] = 0
 
     return torch.from_numpy(np.exp(descent.values)).float()
@@ -264,7 +269,9 @@ class _Moments:
         self.yy = self.yy + y.square().sum(1)
 
     def loss(self, layer: _ConvNd, reads: Tensor) -> Loss:
-        """Return the loss of the convolution.
+        """Return the `Loss` of the convolution: what it costs that its filters sum to zero.
+
+        It is a function of the factors by which the input channels are scaled.
 
         Args:
             layer: The convolution.
@@ -281,7 +288,8 @@ class _Moments:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
         inverse = inverse.float().cpu()
 
-        # The mean of each filter over the kernel, by input channel, is S / k.
+        # The mean of each filter over the kernel, by input channel. `sums` has the products of
+        # these means of two channels, summed over the filters.
         weight = effective_weight(layer).detach().double()
         means = weight.flatten(2).mean(2).unflatten(0, (layer.groups, -1))
         sums = (means.transpose(1, 2) @ means).float().cpu()
