@@ -406,6 +406,7 @@ def _usage(error: Any, arguments: Sequence[str]) -> str:
     message = str(error.format_message())
     invalid = _INVALID.fullmatch(message)
     if invalid:
+        # `demanded` says the parser's reason in plainer words.
         option, reason = invalid.groups()
         return f"{_as_typed(option, arguments)} {demanded(reason)}"
     # Or it may be: Missing argument 'MODEL'. An example of the command is added then.

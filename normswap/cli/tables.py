@@ -70,6 +70,7 @@ def _print_all(body: object, print_body: Callable[[], None]) -> None:
         print_body()
         sys.stdout.flush()
     except OSError as error:
+        # `_WRITTEN` has the keys under which records name what a command has written.
         has_written = isinstance(body, Mapping) and any(body.get(key) for key in _WRITTEN)
         if not has_written:
             raise

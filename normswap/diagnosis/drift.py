@@ -90,6 +90,7 @@ class Drift:
     @property
     def is_off(self) -> bool:
         """Whether mean or variance are further off than augmentation or chance makes them."""
+        # What chance may add to the drift is subtracted: `_CHANCE` standard errors.
         has_shifted = self.mean - _CHANCE * self.error > _MEAN_DRIFT
         return has_shifted or self.log_var - _CHANCE * self.log_error > _LOG_VAR_DRIFT
 
@@ -103,6 +104,7 @@ class Drift:
         fit either.
         """
         shifts, log_ratios = _differences(self.site, *self.seen)
+        # Sizes, without sign. A quarter of the channels lies above the quantile 0.75.
         shift = float(shifts.abs().quantile(0.75))
         log_ratio = float(log_ratios.abs().quantile(0.75))
         return shift < _DETAIL and log_ratio > max(_DETAIL, _DETAIL_CHANCE * self.log_error)
@@ -150,7 +152,12 @@ def measured_drifts(case: Case) -> list[Drift]:
 
 
 def _differences(site: StoredNorm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how far measured statistics (..., C) are from those that a norm stores.
+    """Return how far measured statistics are from the statistics that a norm stores.
+
+    Args:
+        site: The norm.
+        mean: The measured means (..., C).
+        var: The measured variances (..., C).
 
     Returns:
         The difference of the means in stored deviations, and the logarithm of the ratio of
@@ -159,6 +166,7 @@ def _differences(site: StoredNorm, mean: Tensor, var: Tensor) -> tuple[Tensor, T
     stored_mean = site.mean.cpu()
     stored_var = site.var.cpu().clamp_min(0)
     shifts = (mean - stored_mean) / (stored_var + site.eps).sqrt()
+    # The norm divides by the root of variance + eps, so eps is part of each variance here, too.
     log_ratios = ((var + site.eps) / (stored_var + site.eps)).log()
     return shifts, log_ratios
 
@@ -198,6 +206,7 @@ def roots_for_variances(case: Case) -> Iterator[Finding | str]:
     distance = (seen_log - stored_log).abs().median()
     squares_distance = (seen_log - 2 * stored_log).abs().median()
 
+    # The squares must be near by themselves, and clearly nearer than the stored numbers.
     if squares_distance < _SQUARES_FIT and squares_distance * _SQUARES_NEARER < distance:
         sites = [drift.site for drift in drifts]
         line = python_line(case, sites, "norm.running_var.square_()")

@@ -423,6 +423,7 @@ def _divergence(image_moments: Tensor, mean: Tensor, var: Tensor) -> float:
     observed_var = (observed_square - observed_mean.square()).clamp_min(0) + 1e-12
     ratio = observed_var / (var + 1e-12)
     shift = (observed_mean - mean).square() / (var + 1e-12)
+    # The divergence of each channel, in ascending order, so that both ends can be cut off.
     divergences = ((ratio - 1 - ratio.log() + shift) / 2).sort().values
 
     tenth = len(divergences) // 10

@@ -88,6 +88,7 @@ def _is_nearer(case: Case, eps: float, other_eps: float) -> bool:
     """
     if case.images is None or len({site.eps for site in case.sites}) != 1:
         return False
+    # The distance with `eps` must be smaller by the factor `_CLEARLY`.
     return _mean_distance(case) * _CLEARLY < _mean_distance(_with_eps(case, other_eps))
 
 
@@ -140,13 +141,17 @@ def fused(case: Case) -> Iterator[Finding]:
 
 
 def unfit_eps(case: Case) -> Iterator[Finding]:
-    """Find another usual eps with which the norms' inputs fit their statistics clearly better."""
+    """Find another usual eps with which the norms' inputs fit their statistics clearly better.
+
+    An eps that was lost changes the input of every norm behind the first. Nothing is found without
+    images, or if the norms have different eps.
+    """
     present = {site.eps for site in case.sites}
     if case.images is None or len(present) != 1:
         return
     (present_eps,) = present
     distance = _mean_distance(case)
-    # The statistics fit the images as they are.
+    # With the norms' own eps, the statistics fit the images already.
     if distance < _FAR:
         return
 
@@ -155,6 +160,7 @@ def unfit_eps(case: Case) -> Iterator[Finding]:
         eps: _mean_distance(_with_eps(case, eps)) for eps in _USUAL_EPS if eps != present_eps
     }
     best = min(distances, key=lambda eps: distances[eps])
+    # The other eps must be clearly nearer, as chance alone may make it a little nearer.
     if distances[best] * _CLEARLY > distance:
         return
 

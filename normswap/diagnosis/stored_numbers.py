@@ -231,6 +231,8 @@ def _reads_fresh_weights(case: Case, site: StoredNorm) -> bool:
 
     lengths = squares.sum(1)
     variance_by_chance = (kurtosis - 1) / count * lengths.mean().square()
+    # The variance of m lengths, as measured, is off by about sqrt(2 / m) of itself (one standard
+    # error). It may be off by `_CHANCE` times as much.
     margin = 1 + _CHANCE * (2 / len(lengths)) ** 0.5
     return bool(lengths.var() < margin * variance_by_chance)
 
@@ -246,11 +248,14 @@ def zero_variance(case: Case) -> Iterator[Finding]:
         # There is no variance to check, or another check judges it (`never_updated`).
         if not len(site.var) or site.starts_at_init:
             continue
-        # Channels whose variance is stored as 0 although their input varies.
+        # A mask of the channels whose variance is stored as 0 although their input varies. A
+        # variance far below eps counts as 0. The input's variance must be at least eps, if it can
+        # be measured.
         is_wrong = (site.var.abs() < _TINY * site.eps) & _reached(case, site)
         measured = case.input_variances.get(site.path)
         if measured is not None and len(measured) == len(is_wrong):
             is_wrong &= measured.to(is_wrong.device) >= site.eps
+        # A few such channels are no fault.
         if float(is_wrong.double().mean()) > _SWITCHED_OFF:
             hit.append(site)
 
@@ -282,6 +287,7 @@ def _reached(case: Case, site: StoredNorm) -> Tensor:
     if site.gamma is not None and not len(site.var):
         channel_values = site.gamma
     reached = torch.ones_like(channel_values, dtype=torch.bool)
+    # A variance below this counts as 0.
     least_variance = _TINY * site.eps
 
     if len(site.mean):

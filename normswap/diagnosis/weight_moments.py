@@ -48,6 +48,7 @@ def predicted_moments(traced: Traced) -> dict[str, Pair]:
     moments: dict[fx.Node, Pair] = {}
     norm_inputs: dict[str, Pair] = {}
     for node in traced.nodes:
+        # What is known of the module that the node calls. None if the node calls no module.
         site = traced.site_at(node)
         # Moments are followed through any operation but a norm. The output of a norm depends on its
         # gamma and beta alone.

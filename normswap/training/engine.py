@@ -274,21 +274,21 @@ class TrainingRun:
             TrainingError: The loss or a weight is not finite.
         """
         task = self.task
-        at = self.at
+        position = self.at
         save_every = self.recipe.train.checkpoint
         batches = task.images.batches(
-            task.share, at.update, task.updates, pin=self.engine.device.type == "cuda"
+            task.share, position.update, task.updates, pin=self.engine.device.type == "cuda"
         )
-        while at.update < task.updates:
+        while position.update < task.updates:
             start = time.perf_counter()
             self.update(batches)
-            at.update += 1
-            at.seconds += time.perf_counter() - start
+            position.update += 1
+            position.seconds += time.perf_counter() - start
 
-            ends_epoch = at.update % task.per_epoch == 0 or at.update == task.updates
-            saves = ends_epoch or (save_every is not None and at.update % save_every == 0)
+            ends_epoch = position.update % task.per_epoch == 0 or position.update == task.updates
+            saves = ends_epoch or (save_every is not None and position.update % save_every == 0)
             # Reading the losses waits for the device, so what follows is not done at each update.
-            if not saves and at.update % self.every:
+            if not saves and position.update % self.every:
                 continue
 
             # A network is saved only if the losses and its weights are finite, in all processes.
@@ -309,7 +309,7 @@ class TrainingRun:
                 self._save()
             if must_stop:
                 break
-        return at.update == task.updates
+        return position.update == task.updates
 
     def _not_finite(self) -> TrainingError:
         """Return the error about a loss that is not finite, which names the last good network."""
@@ -348,7 +348,9 @@ class TrainingRun:
         first_group = task.optimizer.param_groups[0]
         self.lr = float(first_group["lr"] / first_group.get("lr_scale", 1.0))
 
-        # In `accumulate`, Accelerate lets the optimizer step only at the last micro-batch.
+        # In `accumulate`, Accelerate lets the optimizer step only at the last micro-batch, and
+        # `sync_gradients` is true there alone. `task.model` is the network as Accelerate wraps it,
+        # and `task.raw` is the network itself.
         task.model.train()
         for _ in range(self.recipe.train.accumulate):
             images, labels = self._placed(*next(batches))
@@ -423,8 +425,9 @@ class TrainingRun:
         Args:
             began: Whether updates were done. If not, this is the network before training.
         """
-        # Measure the network and, if they are kept, the averaged weights (EMA).
-        at = self.at
+        # Measure the network (`task.raw`, without Accelerate's wrapper) and, if they are kept, the
+        # averaged weights (EMA).
+        position = self.at
         task = self.task
         plain = measure(task.raw, task.validation, self.engine)
         loss = self._held_out_loss(task.raw)
@@ -446,13 +449,13 @@ class TrainingRun:
 
         # Note the figures, and begin the sums of the next epoch.
         row = self._row(plain, averaged, loss, began=began)
-        at.rows = [*at.rows, row]
-        at.loss = 0.0
-        at.seconds = 0.0
-        is_better = at.best is None or score(row) > at.best
+        position.rows = [*position.rows, row]
+        position.loss = 0.0
+        position.seconds = 0.0
+        is_better = position.best is None or score(row) > position.best
         if is_better:
-            at.best = score(row)
-            at.best_epoch = row["epoch"]
+            position.best = score(row)
+            position.best_epoch = row["epoch"]
         self._warn_of_rise(loss)
 
         # The first process writes the files. The state comes last: best/ and last/ must be there
@@ -461,9 +464,10 @@ class TrainingRun:
             if is_better:
                 self.folder.write_network(self.network(network), self.folder.best)
             self.folder.write_network(self.network(task.raw), self.folder.last)
-            atomic_write.table(self.folder.metrics, COLUMNS, at.rows)
+            atomic_write.table(self.folder.metrics, COLUMNS, position.rows)
             self.engine.log(
-                {name: value for name, value in row.items() if value is not None}, step=at.update
+                {name: value for name, value in row.items() if value is not None},
+                step=position.update,
             )
         self._save()
 
@@ -502,6 +506,7 @@ class TrainingRun:
         if loss is None or began_with is None or not _is_risen(loss, began_with):
             return
 
+        # The first row is the network before training, and the last row is this epoch.
         rose_before = any(_is_risen(row["val_loss"], began_with) for row in rows[1:-1])
         is_end = self.at.update == self.task.updates
         if is_end or not rose_before:
@@ -529,18 +534,18 @@ class TrainingRun:
             held_out_loss: The loss on held-out inputs, for a network without accuracy.
             began: Whether any update of this epoch was made.
         """
-        at = self.at
+        position = self.at
         row: Row = dict.fromkeys(COLUMNS)
-        epoch = at.update / self.task.per_epoch
-        row.update(epoch=int(epoch) if epoch.is_integer() else epoch, update=at.update)
+        epoch = position.update / self.task.per_epoch
+        row.update(epoch=int(epoch) if epoch.is_integer() else epoch, update=position.update)
 
         if began:
-            images_per_s = self._updates_in_epoch * self.recipe.data.batch_size / at.seconds
+            images_per_s = self._updates_in_epoch * self.recipe.data.batch_size / position.seconds
             row.update(
                 lr=self.lr,
-                train_loss=at.loss / self._updates_in_epoch,
+                train_loss=position.loss / self._updates_in_epoch,
                 images_per_s=images_per_s,
-                seconds=at.seconds,
+                seconds=position.seconds,
             )
         if plain is not None:
             row.update(top1=plain.top1, top5=plain.top5, val_loss=plain.loss)
@@ -557,22 +562,23 @@ class TrainingRun:
 
     def _show(self) -> None:
         """Tell the trackers and the user how far the run is."""
-        at = self.at
+        position = self.at
         task = self.task
-        loss = at.loss / self._updates_in_epoch
-        self.engine.log({"loss": loss, "lr": self.lr}, step=at.update)
+        # The mean over the updates of this epoch so far.
+        loss = position.loss / self._updates_in_epoch
+        self.engine.log({"loss": loss, "lr": self.lr}, step=position.update)
         if self.progress is None:
             return
 
         training_progress = TrainingProgress(
-            update=at.update,
+            update=position.update,
             updates=task.updates,
-            epoch=at.update / task.per_epoch,
+            epoch=position.update / task.per_epoch,
             epochs=task.updates / task.per_epoch,
-            images_per_s=self.recipe.data.batch_size * self._updates_in_epoch / at.seconds,
+            images_per_s=self.recipe.data.batch_size * self._updates_in_epoch / position.seconds,
             lr=self.lr,
             loss=loss,
-            top1=at.rows[-1]["top1"] if at.rows else None,
+            top1=position.rows[-1]["top1"] if position.rows else None,
         )
         self.progress(training_progress)
 

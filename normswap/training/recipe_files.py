@@ -275,5 +275,6 @@ def _problems(error: ValidationError) -> Iterator[str]:
         elif kind == "missing":
             yield f"{key} is missing"
         else:
+            # `demanded` says pydantic's message in plainer words, such as `must be a whole number`.
             message = demanded(problem["msg"])
             yield f"{key} {message[:1].lower()}{message[1:]} (it is {problem['input']!r:.200})"

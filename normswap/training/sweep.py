@@ -547,6 +547,7 @@ class Sweep:
 
     def trials(self) -> list[Trial]:
         """List the run of every pair (lr, seed) that was begun, in their order."""
+        # The runs by their pair (lr, seed).
         table: dict[Point, Trial] = {}
         for trial in self._valid():
             point = _point(trial)
@@ -554,6 +555,7 @@ class Sweep:
                 continue
 
             lr, seed = point
+            # The attribute `lost` says why a run that has ended is no success, such as `diverged`.
             row = Trial(
                 lr=lr,
                 seed=seed,

@@ -380,6 +380,7 @@ class Trials:
             lr: The learning rate.
             updates: The number of updates.
         """
+        # A recipe counts epochs. An epoch has as many updates as there are whole batches of images.
         epochs = updates / (len(self.images.images) // self.batch_size)
         words = [f"train.epochs={epochs}", f"schedule.warmup={epochs / 10}"]
         recipe = recipe_files.load_recipe(RECIPE, [*keys(advice, lr, self.batch_size), *words])
