@@ -24,7 +24,7 @@ from timm.data.constants import (
 from torch import Tensor, nn
 
 import normswap
-from normswap.exporting import formats
+from normswap.exporting import formats, sidecar
 
 STATED: dict[str, Any] = {
     "input_size": (3, 32, 32),
@@ -115,3 +115,21 @@ def test_whoever_follows_it_prepares_an_image_as_timm_does(name: str, tmp_path: 
     assert (told["normalize"] is None) is normalize
     answers = formats.get("pt2").open(done.file)(followed(told, image))
     assert distance(run(model, transform(image)[None]), answers) <= 1e-4
+
+
+AS_PIXELS = {
+    "mean": [0.0] * 3,
+    "std": [1.0] * 3,
+    "interpolation": "bilinear",
+    "crop_mode": "center",
+}
+
+
+@pytest.mark.parametrize("share", [0.5, 0.875, 0.9, 0.95, 0.965, 1.0])
+def test_sidecars_say_the_size_that_timm_resizes_to(share: float) -> None:
+    model: Any = nn.Conv2d(3, 1, 1)
+    model.pretrained_cfg = {**AS_PIXELS, "input_size": (3, 224, 224), "crop_pct": share}
+    said = sidecar.body(model, (3, 224, 224), "logits", normalize=True, dynamic=False)["resize"]
+    first = create_transform((3, 224, 224), crop_pct=share).transforms[0]
+    assert said["to"] == [first.size, first.size]
+    assert said["crop_pct"] == share

@@ -136,6 +136,34 @@ def test_csv(tmp_path: Path, labels: tuple[str, str], encoding: str) -> None:
     assert labels_of(tmp_path / "labels.csv") == [7, 2]
 
 
+@pytest.mark.parametrize("names", [[*map(str, range(12))], [f"class{n}" for n in range(12)]])
+@pytest.mark.parametrize("kind", ["csv", "folders"])
+def test_labels_without_names_are_in_the_order_of_their_numbers(
+    kind: str, names: list[str], tmp_path: Path
+) -> None:
+    """Sorted as words they would be 0, 1, 10, 11, 2. The network says nothing of its classes."""
+    order = [7, 10, 2, 0, 11, 1, 9, 3, 8, 4, 6, 5]
+    lines = ["file,label\n"]
+    for number in order:
+        folder = names[number] if kind == "folders" else "flat"
+        photograph(tmp_path / "data" / folder / f"{names[number]}.png", shade=20 * number)
+        lines.append(f"flat/{names[number]}.png,{names[number]}\n")
+    data = tmp_path / "data"
+    if kind == "csv":
+        data = data / "labels.csv"
+        data.write_text("".join(lines))
+    config = {**CONFIG, "num_classes": 12, "mean": [0.0] * 3, "std": [1.0] * 3}
+    del config["label_names"]
+
+    found: dict[int, int] = {}
+    for images, labels in make_loader(config, str(data), workers=0):
+        for image, label in zip(images, labels.tolist(), strict=True):
+            found[label] = round(255 * float(image.mean()))
+
+    # Each image has the shade of its number.
+    assert found == {number: 20 * number for number in range(12)}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -11,12 +11,9 @@ import timm
 import torch
 from safetensors.torch import save_file
 from support.model_sources import small
-from timm.data import create_transform
-from torch import nn
 
 from normswap import convert
 from normswap.errors import LeftBehindNote, OutputError, SourceError
-from normswap.exporting import sidecar
 from normswap.models import weight_files
 from normswap.storage import atomic_write, checkpoint, network_folder
 
@@ -247,19 +244,6 @@ def test_label_offset_drops_the_first_classes(offset: int) -> None:
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.allclose(model.eval()(x), source.eval()(x)[:, offset:], atol=1e-6)
-
-
-PLAIN = {"mean": [0.0] * 3, "std": [1.0] * 3, "interpolation": "bilinear", "crop_mode": "center"}
-
-
-@pytest.mark.parametrize("share", [0.5, 0.875, 0.9, 0.95, 0.965, 1.0])
-def test_sidecars_say_the_size_that_timm_resizes_to(share: float) -> None:
-    model: Any = nn.Conv2d(3, 1, 1)
-    model.pretrained_cfg = {**PLAIN, "input_size": (3, 224, 224), "crop_pct": share}
-    said = sidecar.body(model, (3, 224, 224), "logits", normalize=True, dynamic=False)["resize"]
-    first = create_transform((3, 224, 224), crop_pct=share).transforms[0]
-    assert said["to"] == [first.size, first.size]
-    assert said["crop_pct"] == share
 
 
 def test_what_exists_is_replaced_by_force_alone(tmp_path: Path) -> None:
