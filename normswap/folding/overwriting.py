@@ -70,6 +70,8 @@ def aliasing_conflicts(builder: PlanBuilder) -> dict[str, str]:
             conflicts[str(node.target)] = (
                 "it writes into what it reads, and that is read later by its older name"
             )
+        # A node with the target `after` is a read of a value whose memory was written to through
+        # another view.
         if node.target is not after:
             continue
 

@@ -58,7 +58,10 @@ _SCALAR_FUNCTIONS = (*HOMOGENEOUS_FUNCTIONS, *_POOL_FUNCTIONS, *_LAYOUTS)
 
 
 class NotFoldable(Exception):  # noqa: N818 - a reason, no error
-    """Says in a few words why one way of folding is not possible."""
+    """Raised if a norm, scale or shift cannot move into the layers beside it.
+
+    The message says why in a few words, which notes and refusals quote.
+    """
 
 
 def consumers(

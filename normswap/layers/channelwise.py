@@ -140,6 +140,8 @@ class ChannelBias(PlannedLayer, OwnLayer):
         if not isinstance(now, ChannelBias):
             raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
 
+        # The bias is t / |s|, so t is |s| times the trained bias. If training did not change the
+        # bias, beta stays exactly as it is.
         magnitude, _, shift = affine.split(old, now.bias.dtype)
         if not torch.equal(shift.to(now.bias), now.bias):
             affine.set_shift(old, magnitude * now.bias.double())

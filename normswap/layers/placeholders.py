@@ -30,7 +30,7 @@ class Vacant(PlannedLayer, OwnLayer):
 
         Args:
             old: The norm.
-            like: An empty tensor of the model's dtype.
+            like: Not used, since the result gets no new tensor.
             in_place: Whether the activation may write into its input, as the norm's own may.
         """
         act = copied_activation(old)

@@ -57,7 +57,7 @@ class PlannedLayer:
     OUTCOME: ClassVar[str] = "replaced"
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Make the class known under its name.
+        """Register the class under its name, by which the edits of a plan refer to it.
 
         Raises:
             PlanError: Another class has the same name.

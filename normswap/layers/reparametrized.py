@@ -142,23 +142,23 @@ class InputBiased(OwnLayer):
 
 
 class InputBiasedConv1d(InputBiased, nn.Conv1d):
-    """Conv1d with a scalar input bias."""
+    """A Conv1d that adds one learnable scalar to its input."""
 
 
 class InputBiasedConv2d(InputBiased, nn.Conv2d):
-    """Conv2d with a scalar input bias."""
+    """A Conv2d that adds one learnable scalar to its input."""
 
 
 class InputBiasedConv3d(InputBiased, nn.Conv3d):
-    """Conv3d with a scalar input bias."""
+    """A Conv3d that adds one learnable scalar to its input."""
 
 
 class InputBiasedConv2dSame(InputBiased, timm_layers.Conv2dSame):
-    """Conv2dSame with a scalar input bias."""
+    """A `Conv2dSame` of timm that adds one learnable scalar to its input."""
 
 
 class InputBiasedLinear(InputBiased, nn.Linear):
-    """Linear with a scalar input bias."""
+    """A Linear that adds one learnable scalar to its input."""
 
 
 INPUT_BIASED: dict[type[Linearity], type[InputBiased]] = {
@@ -296,6 +296,7 @@ def effective(conv: nn.Module) -> Tensor:
     flat = F.batch_norm(flat, None, None, weight=gain, training=True, momentum=0.0, eps=layer.eps)
     weight: Tensor = flat.reshape_as(layer.weight)
     if keeps_mean(layer):
+        # The means are stored divided by the scale.
         mean = layer.mean * layer.scale
         # A symbolic trace does not know the weight's shape, but `kernel_size` is a plain tuple.
         weight = weight + mean.view(-1, 1, *(1,) * len(layer.kernel_size))

@@ -86,6 +86,8 @@ class SiteNorm(PlannedLayer, OwnLayer, _BatchNorm):
         act: nn.Module | None,
     ) -> None:
         super().__init__(features, eps=eps, momentum=momentum)
+        # In training, each `ghost` samples are normalized together. 0 stands for all of a batch.
+        # `act` is the activation that is applied last, or None.
         self.ghost = ghost
         self.act = act
 

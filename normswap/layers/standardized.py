@@ -43,11 +43,14 @@ class Other(Standardized, _ConvNd):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        # As in timm, each filter has a gain that learns, and all have one fixed scale:
+        # gamma / sqrt(fan-in).
         filters = len(self.weight)
         self.gain = nn.Parameter(self.weight.new_ones(filters, *(1,) * (self.weight.ndim - 1)))
         self.scale = gamma * self.weight[0].numel() ** -0.5
         self.eps = eps
 
+        # If `mean` is true, the filters have means that learn. Otherwise all means are 0.
         filter_mean = nn.Parameter(self.weight.new_zeros(filters)) if mean else None
         self.register_parameter("mean", filter_mean)
 
@@ -57,11 +60,11 @@ class Other(Standardized, _ConvNd):
 
 
 class ScaledStdConv1d(Other, nn.Conv1d):
-    """A 1-D convolution that computes as timm's `ScaledStdConv2d`, which timm has in 2-D only."""
+    """A 1-D convolution with the standardized filters of timm's `ScaledStdConv2d`."""
 
 
 class ScaledStdConv3d(Other, nn.Conv3d):
-    """A 3-D convolution that computes as timm's `ScaledStdConv2d`, which timm has in 2-D only."""
+    """A 3-D convolution with the standardized filters of timm's `ScaledStdConv2d`."""
 
 
 OTHERS: dict[type, type[Other]] = {nn.Conv1d: ScaledStdConv1d, nn.Conv3d: ScaledStdConv3d}

@@ -175,8 +175,8 @@ def all_options() -> dict[str, tuple[Option, list[str]]]:
     If schemes describe an option of the same name differently, the returned option has the choices
     and the help texts of all of them.
     """
-    # Installed packages register their schemes when their entry points are loaded.
     options_by_name: dict[str, tuple[Option, list[str]]] = {}
+    # Installed packages register their schemes when their entry points are loaded.
     plugins.load("normswap.schemes")
     for name, scheme in {**TARGETS, **_registered}.items():
         for option in scheme.options:

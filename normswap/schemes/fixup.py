@@ -208,7 +208,8 @@ def _branch(anatomy: Anatomy, block: Block, last: str) -> list[str]:
         last: The path of the last layer on the branch, from which the search goes upwards.
     """
     # The search goes up to the node that skip and branch have in common. The term of the sum that
-    # is not the branch is the skip.
+    # is not the branch is the skip. In a gate x g(x) the search goes on to x, so the layers of g
+    # are left out.
     traced = anatomy.traced
     convolutions = []
     skip = next(term for term in block.total.all_input_nodes if term is not block.branch)

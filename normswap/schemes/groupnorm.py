@@ -85,8 +85,8 @@ def plan(
             times the average is divided by sqrt((r + d^2) / (r + 1)) times what an average sample
             is divided by.
     """
-    # The number of groups of each new norm, by its path.
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
+    # The number of groups of each new norm, by its path.
     counts: dict[str, int] = {}
     for path, site in norms.items():
         if site.sees_one_value and (site.channels == 1 or channelwise):

@@ -287,6 +287,7 @@ def fit_estimate(task: FitTask) -> None:
         task: The source, the result and the images.
     """
     assert task.batches is not None
+    # Only the new norms are fitted, and no mirror images are added.
     norms = {edit.path for edit in task.step.edits}
     refit(
         task.source,

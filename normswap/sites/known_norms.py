@@ -380,9 +380,10 @@ def measured_roles(module: nn.Module) -> Roles | None:
 
 @torch.no_grad()
 def _measure_roles(module: nn.Module, orders: Iterable[Sequence[str]]) -> Roles | None:
-    """Return the roles in which a module's tensors give what it computes, or None if none do.
+    """Return which tensor of a module is gamma, beta, mean and variance of a BatchNorm.
 
-    A copy of the module is run in eval mode, in float64.
+    A copy of the module is run in eval mode, in float64. The result is None if no choice of the
+    four gives a BatchNorm that computes what the copy does.
 
     Args:
         module: The module.
@@ -418,6 +419,8 @@ def _fitting_roles(
     eps_candidates: Sequence[float],
 ) -> Roles | None:
     """Return the first roles whose BatchNorm gives the outputs of a module, or None if none does.
+
+    Roles say which tensor of the module is gamma, beta, mean and variance.
 
     Args:
         norm: The module, in float64.

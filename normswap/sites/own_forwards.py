@@ -219,7 +219,10 @@ def even_padding(layer: _ConvNd) -> tuple[int, ...] | str | None:
 
 
 def _widths_by_size(layer: _ConvNd) -> Iterator[list[Widths]]:
-    """Yield the widths of the zeros around each dimension, for inputs of several sizes."""
+    """Yield how many zeros a convolution adds before and after each dimension of its input.
+
+    The convolution runs on inputs of several sizes. Each gives one list.
+    """
     for extra in _EXTRA_POSITIONS:
         ones = layer.weight.new_ones(1, layer.in_channels, *_input_sides(layer, extra))
         padded_ones = padded(layer, ones)[0, 0]
@@ -231,12 +234,15 @@ def _widths_by_size(layer: _ConvNd) -> Iterator[list[Widths]]:
 
 
 def _input_sides(layer: _ConvNd, extra: int) -> list[int]:
-    """Return the sides of an input that has `extra` positions beyond the kernel's reach."""
+    """Return the size of each spatial dimension of a test input for a convolution.
+
+    The input is `extra` positions longer than the distance from the kernel's first tap to its last.
+    """
     sides = zip(layer.kernel_size, layer.dilation, strict=True)
     return [step * (size - 1) + extra for size, step in sides]
 
 
 def _nonzero_range(values: Tensor) -> list[tuple[int, int]]:
-    """Return the first and last index of a nonzero value, for each dimension."""
+    """Return for each dimension of a tensor the first and last index at which a value is not 0."""
     by_dimension = values.nonzero().unbind(1)
     return [(int(index.min()), int(index.max())) for index in by_dimension]

@@ -242,7 +242,7 @@ class Site:
 
     @property
     def eps(self) -> float:
-        """The epsilon of a BatchNorm that can be read (`refusal_of_kind` is None)."""
+        """The epsilon of the norm: a BatchNorm for which `refusal_of_kind` is None."""
         return affine.epsilon(self.module)
 
     @property
