@@ -22,7 +22,7 @@ from normswap.models.modes import Progress, evaluating, hooked
 
 @dataclass
 class ChannelMoments:
-    """The streamed mean and variance of each channel, in float64.
+    """The mean and variance of each channel, in float64, of values that come in batches.
 
     Args:
         count: The number of values that each channel has.
@@ -36,7 +36,12 @@ class ChannelMoments:
 
     @classmethod
     def none(cls, channels: int, device: torch.device | None = None) -> ChannelMoments:
-        """Return the moments of no values, to which values are added."""
+        """Return moments of no values, to which `add` adds values.
+
+        Args:
+            channels: The number of channels.
+            device: The device of the tensors. By default it is torch's default device.
+        """
         return cls(0, *torch.zeros(2, channels, dtype=torch.float64, device=device))
 
     @property
@@ -61,7 +66,7 @@ class ChannelMoments:
 class ChannelLine:
     """The least-squares line from x to y in each of C channels.
 
-    Values are streamed, and summed in float64.
+    The values come in batches, and are summed in float64.
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
@@ -102,7 +107,7 @@ class ChannelLine:
 
 @dataclass(frozen=True)
 class MeasuredMoments:
-    """The measured moments of layers' inputs.
+    """The mean and variance of layers' inputs, as they were measured on images.
 
     Args:
         moments: The moments of each layer's input, by the layer's path.

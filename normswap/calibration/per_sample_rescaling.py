@@ -348,7 +348,7 @@ class NormInputs:
 
 @dataclass(frozen=True)
 class _Loss:
-    """The gradient of `NormInputs.loss`, in NumPy.
+    """A function of scales in NumPy: the gradient of `NormInputs.loss` for some norm inputs.
 
     Args:
         means: `NormInputs.means`, (G, N, c).
@@ -387,7 +387,8 @@ class _Loss:
     def _by_log_scale(self, scale: Numbers) -> Numbers:
         """Return the derivative of `NormInputs.loss` by the logarithm of each scale, (G, c).
 
-        The names are those of `NormInputs.loss`. A name that begins with `by_` is the derivative of
+        It repeats the steps of the loss, and then goes back through them by the chain rule. The
+        names are those of `NormInputs.loss`. A name that begins with `by_` is the derivative of
         the mean cost over images by the value that follows.
         """
         images, channels = self.means.shape[1:]

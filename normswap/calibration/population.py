@@ -113,6 +113,7 @@ def estimate_population(
     left_out = 0
     unusable: _OneValueError | None = None
     sums: _Sums = {}
+    # The norms take statistics as in training. Each adds the moments of its input to the dict.
     with _as_in_training(model, norms) as sums_of_batch:
         for example in checked(model, batches):
             sums_of_batch.clear()

@@ -168,7 +168,8 @@ def _require_nodes_compute_network(interpreter: Interpreter, example: Example) -
         interpreter: The network that is run node by node.
         example: The call on which both are compared.
     """
-    # The last node returns the outputs. The nodes that it reads compute them.
+    # The last node returns the outputs. The nodes that it reads compute them. The network itself is
+    # the module with the empty path.
     values = interpreter.run(interpreter.start(example), 0, len(interpreter.nodes) - 1)
     outputs = dict(named_tensors(example.call_on_copies(interpreter.traced.modules[""])))
 

@@ -459,6 +459,8 @@ def _estimate_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
 
     line = ChannelLine(module.num_features, module.weight.device)
     for _, _, their_input, our_input in pair.batches():
+        # The line maps the BatchNorm's input to the output of the source's norm. Both are arranged
+        # as (C, values).
         rows = (our_input, plain(their_input.clone()))
         line.add(*(value.double().transpose(0, 1).flatten(1) for value in rows))
 

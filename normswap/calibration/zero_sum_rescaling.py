@@ -84,7 +84,10 @@ def fit_zero_sum(
 
 
 def _sums_to_zero(path: str, module: nn.Module) -> bool:
-    """Whether a layer's filters are standardized and do not keep their mean."""
+    """Whether a layer standardizes its filters so that each sums to zero.
+
+    Some standardized layers keep the mean of each filter.
+    """
     return isinstance(module, STANDARDIZED) and not reparametrized.keeps_mean(module)
 
 

@@ -433,7 +433,14 @@ class _Comparison:
         return self.anatomy is not None and self.anatomy.traced.heads
 
     def _add_heads(self, example: Example) -> None:
-        """Add the error at the outputs of a detector's heads, before it chooses boxes."""
+        """Add, to `outputs`, the error of a run in which the heads return what training reads.
+
+        A detector then returns what its heads compute, before it chooses boxes. Nothing is added if
+        the source has no heads that only training runs.
+
+        Args:
+            example: The first call.
+        """
         if not self._compares_heads:
             return
         # With `heads`, a network returns what its heads compute, as in training.

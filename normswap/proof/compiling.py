@@ -87,7 +87,7 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
         allowed of it. An entry is missing if there are no outputs, or no gradients.
 
     Raises:
-        VerificationError: Torch.compile does not work on the network.
+        VerificationError: torch.compile does not work on the network.
     """
     # Eager mode. A network whose outputs have no gradient raises RuntimeError.
     eager = duplicate(network.module, {})

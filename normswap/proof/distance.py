@@ -185,7 +185,7 @@ class Distance:
 
     @property
     def largest(self) -> float:
-        """The largest difference, max |a - b| / max |a|, or the share of unequal labels."""
+        """The largest difference, max |a - b| / max |a|, or of labels the share that differs."""
         if not self.is_comparable or self.are_labels or not self._size:
             return self.relative_l2
         return self._most / self.peak
@@ -364,13 +364,14 @@ class OutputDistances:
     def error(self) -> Error:
         """Return the error of the output that differs most.
 
-        Its agreement is the least of all outputs, even if another output has it. The error is
-        infinite where the names of the outputs differ, or there are none.
+        The agreement in it is the least of all outputs, which need not be that of the output that
+        differs most. The error is infinite if the networks' outputs have different names, or none.
         """
         agreement, answer = self.least_agreement()
         if not self._are_named_alike or not self.by_output:
             return Error("logits", self.precision, self._size, math.inf, math.inf)
 
+        # "logits" stands for the outputs of a network, whatever they are.
         name = self.worst_name
         error = self.by_output[name].error("logits", self.precision, self._size)
         error = replace(error, output=name)
@@ -382,8 +383,8 @@ class OutputDistances:
         """Return the least share of equal argmaxes of any output, and a text that explains it.
 
         The text says which output and axis the argmax is taken of, and lists the shares of the
-        other outputs. An output counts if it was scores of classes in every batch. The share is
-        None where none was.
+        other outputs. Only outputs that were scores of classes in every batch are looked at. If
+        there are none, the share is None.
         """
         # An output that was no scores in some batch has counted fewer samples.
         complete = [
@@ -427,9 +428,9 @@ def between(
 
 
 def _differ_in_rows(outputs: Outputs, others: Outputs) -> bool:
-    """Whether a result's outputs are finite, and have the source's shapes but for their rows.
+    """Whether a result's outputs are finite, and have the source's shapes but for dimension 0.
 
-    All dimensions but the first must be equal.
+    The rows of a detector's output are boxes, of which another network may find more or fewer.
 
     Args:
         outputs: The source's outputs by name.

@@ -157,7 +157,8 @@ class HeldOutSplit:
             index: The number of calls before it.
             position: The number of images in the calls before it.
         """
-        # `take` returns None if no image is marked, and also if the call cannot be split.
+        # Of every `EVERY` images, the last is held out. `take` returns the marked images, or None
+        # if none is marked, and also if the call cannot be split.
         is_held_out = torch.arange(position, position + batch.count) % EVERY == EVERY - 1
         held_out = None if self.whole else batch.take(is_held_out)
         fitted = None if self.whole else batch.take(~is_held_out)

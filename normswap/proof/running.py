@@ -341,7 +341,7 @@ class _CastsWhileRunning:
             _put(module, name, tensor)
 
     def restore_all(self) -> None:
-        """Give all modules that have float64 tensors their own tensors back."""
+        """Give the modules that still have float64 tensors, after an error, their own ones back."""
         for module in list(self.own_tensors):
             self._restore(module)
 

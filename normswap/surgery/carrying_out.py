@@ -367,6 +367,8 @@ def applied(network: Network, step: Step) -> nn.Module:
             recorded = site_of(module).recorded_tensors()
             norms.update({f"{path}.{name}": tensor for name, tensor in recorded.items()})
 
+    # A network of transformers is told that it was converted, so that its own `save_pretrained`
+    # writes the conversion, too.
     provenance.attach(result, network.provenance.after(step, norms))
     kinds.mark_converted(result)
     return result
@@ -390,6 +392,8 @@ def _check_runs(network: Network, result: nn.Module, scheme: str) -> None:
     whole = network.examples[0]
     if example is not whole and not network_input.runs(network.module, example):
         example = whole
+    # A norm whose input is too small for it raises one of the first two errors. A forward that
+    # reads an attribute of a layer raises one of the others.
     try:
         running.run(result, example)
     except (RuntimeError, ValueError) as error:

@@ -115,8 +115,9 @@ def _plan_step(anatomy: Anatomy, chosen: Chosen) -> tuple[Step, PlanBuilder]:
     Raises:
         RefusedError: The network cannot be converted, or there is nothing to do.
     """
-    # The scheme sees only the parts of the network that `only` and `skip` leave. The builder has
-    # its edits: of linear layers that absorb others (`linears`), and `replacements` of layers.
+    # The scheme sees only the parts of the network that `only` and `skip` leave. `chosen.own` are
+    # its other options. The builder has its edits: of linear layers that absorb others (`linears`),
+    # and `replacements` of layers.
     scheme = chosen.scheme
     limits = patterns(chosen.options)
     restricted = restrict(anatomy, **limits)
@@ -162,6 +163,8 @@ def _remedy_by_skipping(anatomy: Anatomy, chosen: Chosen, builder: PlanBuilder) 
     for skip in (patterns_of_parts, patterns_of_layers):
         # The scheme may refuse the rest by an error. Then these patterns are no remedy.
         with suppress(NormswapError):
+            # The scheme is planned again without these layers. `chosen.own` are its options except
+            # `only` and `skip`.
             outside = anatomy.outside | restrict(anatomy, skip=skip).outside
             rest: PlanBuilder = chosen.scheme.plan(replace(anatomy, outside=outside), **chosen.own)
             if rest.refusals or not (rest.replacements or rest.linears):
@@ -299,6 +302,7 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
     # Each step that fits values reads the images again, and an iterator gives them only once.
     if len(path) > 1 and isinstance(images, Iterator):
         images = list(images)
+    # The same record, with these images to fit values to.
     source = source.fitted_to(images, source.progress)
 
     network = source
@@ -319,6 +323,7 @@ def _converted(source: Network, to: str, options: Options) -> Conversion:
         ]
         notes = (*network.anatomy.traced.remarks, *functional, *builder.notes, *last.notes)
         conversions.append(replace(last, outcomes=builder.outcomes, notes=notes))
+        # The record of a result has no images, so the next step is given those of the source.
         network = last.network.fitted_to(source.images, source.progress)
 
     # The note warns if timm's `forward_intermediates` gives other features than the source's.

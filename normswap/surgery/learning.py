@@ -220,7 +220,12 @@ def _beta_flags(module: nn.Module) -> Iterator[bool]:
 
 
 def _tensor(module: nn.Module, names: Sequence[str]) -> Tensor | None:
-    """Return a module's own parameter or buffer of the first name that it has, or None."""
+    """Return a parameter or buffer of a module itself, or None if it has none of the names.
+
+    Args:
+        module: The module.
+        names: Names of parameters and buffers. The first one that the module has counts.
+    """
     tensors = {**module._buffers, **module._parameters}
     return next((tensors[name] for name in names if tensors.get(name) is not None), None)
 

@@ -138,6 +138,7 @@ def _built(network: Network, like: str) -> nn.Module:
         network: The network whose weights will be loaded.
         like: The name of an architecture, such as `resnet50`.
     """
+    # None asks for the three channels that an architecture usually has.
     channels = network.input_size[0]
     in_chans = None if channels == 3 else channels
     module = zoo.open_source(like, weights="random", in_chans=in_chans)
@@ -283,6 +284,8 @@ def _map_at(model: nn.Module, norm: Site) -> Pair:
     scale = ones
     shift = torch.zeros_like(ones)
     for layer in _layers_at(copying.tree(model).get(norm.path)):
+        # Such a map per channel is computed by some of normswap's own layers, and by norms in eval
+        # mode. Other layers leave s and t as they are.
         is_map = isinstance(layer, OwnLayer) and layer.AFFINE and layer.PER_CHANNEL
         if is_map or site_of(layer).is_affine_norm:
             own_scale, own_shift = site_of(layer).scale_and_shift

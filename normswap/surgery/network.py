@@ -249,7 +249,10 @@ class Network:
 
     @cached_property
     def coarsest_dtype(self) -> torch.dtype:
-        """The dtype among the parameters that rounds most. Errors of a result are judged by it."""
+        """The dtype among those of the parameters that rounds most.
+
+        It decides how large an error of a result may be.
+        """
         dtypes = {p.dtype for p in nn.Module.parameters(self.module) if p.is_floating_point()}
         return max(dtypes | {self.dtype}, key=lambda dtype: torch.finfo(dtype).eps)
 
@@ -394,7 +397,7 @@ class Network:
 
     @property
     def described(self) -> str:
-        """The words by which reports name the inputs."""
+        """Words for reports that say which inputs the network is called with."""
         if isinstance(self.inputs, DrawnCalls):
             return f"random inputs of the stated shapes, seed {self.seed}"
         if self.inputs is not None:

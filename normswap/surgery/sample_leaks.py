@@ -232,6 +232,7 @@ class _LeakTrial:
         for batch in trial_batches(network.examples[0]):
             # The forward is the user's and may raise anything.
             try:
+                # `like` returns the batch on the model's device and in its dtype.
                 trial = cls(model, batch.like(model), rounding)
                 # Reading these cached properties runs the network, which may fail here.
                 _ = trial.original_run, trial.others_changed_run
@@ -782,7 +783,8 @@ def _passes(outputs: Mapping[str, Tensor], value: Tensor) -> bool:
 def _fresh(model: nn.Module) -> nn.Module:
     """Return a copy of a network that shares its trainable parameters, and nothing else.
 
-    A run without an optimizer does not change these. It may change any other tensor.
+    A run without an optimizer does not change trainable parameters, so they need no copy. It may
+    change any other tensor, such as a buffer.
     """
     parameters = nn.Module.parameters(model)
     shared = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
@@ -826,8 +828,8 @@ def _outputs(result: object) -> dict[str, Tensor]:
 def _is_listed(result: object, count: int) -> bool:
     """Whether a forward returned a list with an entry for each sample, as detectors do.
 
-    A list of as many batches of outputs has the same length. But its tensors have the samples in
-    dimension 0.
+    A list of several outputs for the whole batch may happen to have the same length. It is told by
+    its tensors, which have the samples in dimension 0.
     """
     if not isinstance(result, list | tuple) or len(result) != count:
         return False
@@ -859,7 +861,8 @@ def _loss(outputs: Mapping[str, Tensor], count: int) -> Tensor:
 def _sample_dim(value: Tensor, count: int) -> int | None:
     """Return the dimension of an output that counts the samples, or None if there is none.
 
-    It is the first dimension if that has the size `count`, or else the only one of that size.
+    It is the first dimension if it has the size `count`. Otherwise it is the dimension of this
+    size, if there is only one.
     """
     dims = [dim for dim, size in enumerate(value.shape) if size == count]
     if dims[:1] == [0] or len(dims) == 1:
@@ -907,7 +910,7 @@ def _keeper(first: nn.Module, second: nn.Module) -> str:
 
 
 def _same_values(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have the same shape and numbers. NaN counts as 0."""
+    """Whether two tensors have the same shape and numbers. NaN counts as 0, so it equals itself."""
     return first.shape == second.shape and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 

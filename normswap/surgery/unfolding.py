@@ -91,7 +91,9 @@ def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
 
 
 def _built(model: nn.Module) -> nn.Module:
-    """Build the architecture that `model` was converted from, as its builder makes it.
+    """Return a new network of the architecture that `model` was converted from.
+
+    It has the weights that its builder gives it, not those of `model`.
 
     Raises:
         RefusedError: Nothing says how it is built.
@@ -298,6 +300,8 @@ def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> Non
     Raises:
         RefusedError: The source's layers cannot compute what the present layer does.
     """
+    # The class of the placed layer can set the tensors of the source. The error that it raises does
+    # not name the layer, so another one is raised in its place.
     reads = tuple(modules[path] for path in edit.reads)
     try:
         applying.layer_of(edit).invert(modules[edit.path], now, reads, **edit.arguments)
