@@ -200,8 +200,9 @@ def check_plain(tree: object, *, finite: bool = True) -> None:
         UnreadableError: The data holds a value of another kind, is nested too deep, or has too many
             values or a number of too many digits.
     """
-    # A stack, not a recursion, so that no depth is too large. Each entry is a value, where it
-    # stands (for messages), and its level.
+    # A stack, not a recursion, so that no depth is too large. Each entry is a value, its place (for
+    # messages), and its level. A place is a triple: the place of the container that holds the
+    # value, "." for an object or "[" for a list, and the key of the value in it.
     pending: list[tuple[object, _Place, int]] = [(tree, None, 0)]
     count = 0
     while pending:

@@ -87,7 +87,7 @@ def classify(
     form = calling.form(model)
     with undisturbed(model), torch.inference_mode():
         for batch in loader:
-            # Divide the batch into the arguments of the network and the labels.
+            # Divide the batch into the input of the network and the labels.
             example, labels = form.read(batch)
             logits = _logits(model, example)
             if not isinstance(labels, Tensor) or labels.shape != logits.shape[:1]:
@@ -123,7 +123,7 @@ def _logits(model: nn.Module, example: Example) -> Tensor:
 
     Args:
         model: The network.
-        example: The arguments of the network for the batch.
+        example: The input of the network: the batch.
 
     Raises:
         SourceError: The network does not run on the batch.

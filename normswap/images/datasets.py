@@ -519,7 +519,13 @@ def _open(location: Path | None, data: str, split: str, mode: str) -> object:
 
 
 def _label_by_name(dataset: object) -> Mapping[str, int]:
-    """Return the label of each class by the class's name. Empty if the classes have no names."""
+    """Return the number of each label of a dataset, by the name of the label (the class).
+
+    The result is empty if the labels have no names.
+
+    Args:
+        dataset: The dataset, as timm opened it.
+    """
     # timm's readers, and torchvision's datasets, keep the names in one of two attributes.
     for holder in (getattr(dataset, "reader", None), dataset):
         for attribute in ("class_to_idx", "class_name_to_idx"):
@@ -582,7 +588,11 @@ class LabelledImages(Dataset[object]):
         return self.transform(image), label
 
     def _image(self, index: int) -> tuple[Image.Image, int]:
-        """Return an image in the mode L or RGB, and its label in the dataset."""
+        """Return an image of the dataset in the mode L or RGB, and its label.
+
+        Args:
+            index: The number of the image in the dataset.
+        """
         # torchvision's datasets give an opened image.
         if not isinstance(self.images, ImageDataset):
             image, label = self.images[index]
@@ -888,13 +898,22 @@ def _without_meaning(
 
 
 def _possible_meanings(labels: Mapping[str, int], outputs: Outputs) -> dict[str, Mapping[str, int]]:
-    """Return what labels may mean: for each reading, the output of each label that has one.
+    """Return which output of a network each label may stand for, in each way to read the labels.
 
-    The readings are `name`, `WordNet id` and `number`, in the order in which they are tried. Names
+    The result is a dict of dicts: the index of the output, by the way of reading and the label. A
+    label that cannot be read in some way is missing there.
+
+    The ways are `name`, `WordNet id` and `number`, in the order in which they are tried. Names
     are compared letter for letter, then without case, `_` and `-`. A name that two outputs have is
     left out. WordNet ids are known for networks that have as many classes as one of ImageNet's
     sets, which timm lists.
+
+    Args:
+        labels: The number of each label in the dataset, by the label's name.
+        outputs: The number and names of the network's outputs.
     """
+    # `_once` returns the index of each name that occurs once. If a plain name is also the name of
+    # another output letter for letter, that output is meant.
     plain_names = [_plain(name) for name in outputs.names]
     by_name = {**_once(plain_names), **_once(outputs.names)}
     named: dict[str, int] = {}

@@ -29,7 +29,7 @@ Inputs: TypeAlias = "Call | Sequence[Call] | None"
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of one call of a network.
+    """The input of a network: the arguments with which it is called once.
 
     Args:
         args: The positional arguments.
@@ -40,18 +40,18 @@ class Example:
     kwargs: dict[str, object] = field(default_factory=dict)
 
     def call(self, model: nn.Module) -> object:
-        """Return the output of a network for the arguments that this object holds."""
+        """Return the output of a network for the input that this object holds."""
         return model(*self.args, **self.kwargs)
 
     def call_on_copies(self, model: nn.Module) -> object:
-        """Return the output of a network for copies of the tensors that this object holds.
+        """Return the output of a network for a copy of the input that this object holds.
 
-        A forward may write into its input. Then it writes into the copies.
+        A forward may write into its input. Then it writes into the copy.
         """
         return self.map(torch.clone).call(model)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """Return the arguments of a network with another tensor in place of every tensor.
+        """Return the input of a network with another tensor in place of every tensor.
 
         Args:
             change: Takes a tensor, and returns the one that takes its place.
@@ -59,7 +59,7 @@ class Example:
         return Example(changed(self.args, change), changed(self.kwargs, change))
 
     def map_floats(self, change: Callable[[Tensor], Tensor]) -> Example:
-        """Return the arguments of a network with every floating-point tensor replaced.
+        """Return the input of a network with every floating-point tensor replaced.
 
         Args:
             change: Takes a floating-point tensor, and returns the one that takes its place.
@@ -67,12 +67,12 @@ class Example:
         return self.map(lambda tensor: change(tensor) if tensor.is_floating_point() else tensor)
 
     def tensors(self) -> list[Tensor]:
-        """Return every tensor in the arguments of a network, also those in lists and dicts."""
+        """Return every tensor in the input of a network, also those in lists and dicts."""
         return [tensor for _, tensor in named_tensors((self.args, self.kwargs))]
 
     @property
     def images(self) -> Tensor:
-        """The tensor in the arguments of a network that is taken for its images.
+        """The tensor in the input of a network that is taken for its images.
 
         It is the first floating-point tensor. If there is none, it is the first tensor.
         """
@@ -81,7 +81,7 @@ class Example:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The shape of one sample in the arguments of a network: (C, H, W) if it is an image."""
+        """The shape of one sample in the input of a network: (C, H, W) if it is an image."""
         # The images of a list have no batch dimension.
         if self.listed:
             return tuple(self.images.shape)
@@ -89,7 +89,7 @@ class Example:
 
     @property
     def count(self) -> int:
-        """The number of samples in the batch that the arguments of a network hold.
+        """The number of samples in the input of a network, which is a batch.
 
         If an argument is a list, it is the length of the list. Otherwise it is the first dimension
         of the images.
@@ -103,7 +103,7 @@ class Example:
         return [*self.args, *self.kwargs.values()]
 
     def _cut(self, cut: Callable[[Any], object]) -> Example | None:
-        """Return the arguments of a network with only some of the samples in their batch.
+        """Return the input of a network with only some of the samples in its batch.
 
         The result is None if the tensors and lists have different numbers of samples, or if they
         have no samples.
@@ -126,7 +126,7 @@ class Example:
         return Example(changed(self.args, cut, list), changed(self.kwargs, cut, list))
 
     def first(self, count: int) -> Example:
-        """Return the arguments of a network with only the first samples in their batch.
+        """Return the input of a network with only the first samples of its batch.
 
         If the tensors and lists have different numbers of samples, all samples stay.
 
@@ -138,13 +138,13 @@ class Example:
         return self._cut(lambda value: value[:count]) or self
 
     def take(self, rows: Tensor) -> Example | None:
-        """Return the arguments of a network with only the marked samples in their batch.
+        """Return the input of a network with only the marked samples of its batch.
 
         Args:
             rows: Whether each sample stays: (N,), bool.
 
         Returns:
-            The arguments. None if no sample stays, or if some samples are to be left out and the
+            The input. None if no sample stays, or if some samples are to be left out and the
             tensors and lists have different numbers of samples.
         """
         if bool(rows.all()):
@@ -160,7 +160,7 @@ class Example:
         return self._cut(marked)
 
     def like(self, model: nn.Module) -> Example:
-        """Return the arguments of a network on its device, floating-point tensors in its dtype.
+        """Return the input of a network on its device, with floating-point tensors in its dtype.
 
         Args:
             model: The network.
@@ -170,17 +170,17 @@ class Example:
         return self.on(tensor.device).map_floats(lambda values: values.to(tensor.dtype))
 
     def on(self, device: torch.device) -> Example:
-        """Return the arguments of a network with every tensor on a device."""
+        """Return the input of a network with every tensor on a device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def parted(self, size: int) -> list[Example]:
-        """Divide a batch into parts, and return the arguments of a network for each part in order.
+        """Divide the input of a network, which is a batch, into smaller batches in the same order.
 
         If the tensors and lists have different numbers of samples, the batch stays whole, and the
         result has one entry.
 
         Args:
-            size: The number of samples in a part. The last part may have fewer.
+            size: The number of samples in a smaller batch. The last one may have fewer.
         """
         # The number of the part to which each sample belongs.
         part_of = torch.arange(self.count) // size
@@ -189,7 +189,7 @@ class Example:
 
     @property
     def listed(self) -> bool:
-        """Whether one of the arguments of a network is a list.
+        """Whether one of the arguments in the input of a network is a list.
 
         A detector takes a list of images, because each image may have another size.
         """
@@ -197,10 +197,10 @@ class Example:
 
     @property
     def only_images(self) -> bool:
-        """Whether images are all that the network takes, to judge by its arguments.
+        """Whether images are the only tensors in the input of a network.
 
-        That is so if there is one tensor and no list, or one list that holds only tensors. Then
-        other images can take their place without a change to anything else.
+        It is taken to be so if there is one tensor and no list, or one list that holds only
+        tensors. Then other images can take their place, and nothing else need be changed.
         """
         lists = [value for value in self._values() if isinstance(value, list)]
         if lists:
@@ -209,7 +209,7 @@ class Example:
 
     @property
     def mirrors(self) -> bool:
-        """Whether all tensors in the arguments of a network are images, which may be mirrored.
+        """Whether all tensors in the input of a network are images, which may be mirrored.
 
         Exactly one argument must hold tensors. Each of its tensors must have the dimensions of a
         batch of images (or of one image, if it is in a list), and be of a floating-point dtype.
@@ -226,26 +226,26 @@ class Example:
 
     @property
     def plain(self) -> str:
-        """The arguments of a network as text, in which None takes the place of every tensor."""
+        """The input of a network as text, in which None takes the place of every tensor."""
         values = (changed(value, lambda _: None) for value in (self.args, self.kwargs))
         return repr(tuple(values))
 
     @property
     def hollow(self) -> Example:
-        """The arguments of a network with an empty tensor in place of every tensor.
+        """The input of a network with an empty tensor in place of every tensor.
 
         The empty tensor has the dtype and device of the one that it replaces.
         """
         return self.map(lambda t: t.new_empty(0))
 
     def of(self, images: Tensor) -> Example:
-        """Return the arguments of a network with other images in place of those that they hold.
+        """Return the input of a network with other images in place of those that it holds.
 
         Args:
             images: The new images (N, C, H, W). A network that takes a list gets a list of them.
 
         Raises:
-            TraceError: The arguments hold other tensors beside images.
+            TraceError: The input holds more than images, such as a second tensor.
         """
         if not self.only_images:
             what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
@@ -256,7 +256,7 @@ class Example:
         return self.map(lambda _: images)
 
     def _of_dict(self, batch: Mapping[str, object]) -> Example:
-        """Return the arguments of a network for a batch that is a dict.
+        """Return the input of a network for a batch that is a dict.
 
         The entries of the dict become keyword arguments. But if the first argument in this object
         is a dict, the network takes the batch as its one argument.
@@ -273,10 +273,10 @@ class Example:
         return Example((), keywords)
 
     def read(self, batch: object) -> tuple[Example, object]:
-        """Return the arguments of a network for a batch of a loader, and the labels of the batch.
+        """Return the input of a network for a batch of a loader, and the labels of the batch.
 
-        The arguments in this object show how the network takes images: as a tensor, in a list, or
-        as one of several arguments. The labels are None if the batch has none.
+        The input in this object shows how the network takes images: as a tensor, in a list, or as
+        one of several arguments. The labels are None if the batch has none.
 
         Args:
             batch: The batch. It is one of: an `Example`, a tensor of images, a dict of keyword
@@ -286,7 +286,7 @@ class Example:
         """
         if isinstance(batch, Example):
             return batch, None
-        # A tensor takes the place of the images in the arguments of this object.
+        # A tensor takes the place of the images in the input of this object.
         if isinstance(batch, Tensor):
             return self.of(batch), None
         if isinstance(batch, Mapping):
@@ -313,7 +313,7 @@ class Example:
         return call, labels
 
     def _around(self, images: list[object]) -> Example:
-        """Return the arguments of a network with a new list in place of the list of images.
+        """Return the input of a network with a new list in place of the list of images.
 
         Args:
             images: The entries of the new list.
@@ -389,9 +389,9 @@ def defaults(model: nn.Module, example: Example) -> list[str]:
 
 
 def form(model: nn.Module) -> Example:
-    """Return arguments with empty tensors that show how a network takes images.
+    """Return an input with empty tensors that shows how a network takes images.
 
-    They follow from the signature of `forward`. The images are the first argument, or the one that
+    It follows from the signature of `forward`. The images are the first argument, or the one that
     the network names in `main_input_name`. They are a tensor, or a list if the annotation says so.
     Other arguments without a default get an empty tensor, too.
     """
@@ -449,20 +449,20 @@ def _takes_list(model: nn.Module, parameter: inspect.Parameter) -> bool:
 
 
 def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
-    """Return the arguments of a network for each batch that the user gives.
+    """Return the user's batches as inputs of a network.
 
     Args:
         inputs: One batch, or a list of batches. A batch is a tensor, a tuple of arguments, a dict
             of keyword arguments or an `Example`.
-        form: Arguments that show how the network takes images, from the function `form`. A batch
-            that is a tensor takes the place of the images in them. If `form` is None, such a tensor
+        form: An input that shows how the network takes images, from the function `form`. A batch
+            that is a tensor takes the place of the images in it. If `form` is None, such a tensor
             is the network's one argument.
 
     Raises:
         OptionError: A tensor is missing, or has no values.
         TraceError: The network takes more than images.
     """
-    # Turn each batch into the arguments of one call of the network.
+    # Turn each batch into an input of the network: the arguments of one call.
     given_calls = inputs if isinstance(inputs, list) else [inputs]
     calls: list[Example] = []
     for call in given_calls:
@@ -486,11 +486,11 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
 
 
 def anchor(model: nn.Module) -> Tensor:
-    """Return a tensor of the network that shows its device and dtype.
+    """Return a tensor of the network that has the network's device and dtype.
 
-    Its dtype is that of the most numbers in the network's parameters, so one float64 constant does
-    not decide. Buffers count only if no parameter has floating-point numbers. A network without any
-    gets an empty tensor.
+    Its dtype is that of most numbers in the network's parameters, so one float64 constant does not
+    decide. Buffers are asked only if no parameter has floating-point numbers. The tensor is empty
+    if the network has no floating-point numbers at all.
     """
     for kind in ("_parameters", "_buffers"):
         # The first tensor of each dtype, and how many numbers have the dtype.

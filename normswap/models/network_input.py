@@ -228,7 +228,7 @@ def check_calls(calls: Sequence[Example]) -> None:
     These are inputs without images, and inputs whose images hold NaN or infinite numbers.
 
     Args:
-        calls: The arguments of the network for each batch.
+        calls: The inputs of the network, one for each batch.
     """
     for call in calls:
         if not call.images.numel():
@@ -296,7 +296,7 @@ def classifies(model: nn.Module, size: Sequence[int]) -> bool:
 
 
 def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) -> Example:
-    """Return the arguments of a network for a batch of random images from N(0, 1).
+    """Return an input for a network: a batch of random images from N(0, 1).
 
     The images are on the network's device and in its dtype.
 
@@ -315,15 +315,15 @@ def noise(model: nn.Module, size: Sequence[int], batch: int = 1, seed: int = 0) 
 class DrawnCalls(list[Example]):
     """A list of batches of random values, for a network that takes other inputs than images.
 
-    Each entry holds the arguments of the network for one batch.
+    Each entry is the input of the network for one batch.
     """
 
 
 def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls | None:
     """Return one batch of random values for the inputs that the network's record states.
 
-    The result is a list with one entry: the arguments of the network. It is None if the record
-    states no inputs. float32 inputs are drawn from N(0, 1). Others
+    The result is a list with one entry: the input of the network. It is None if the record states
+    no inputs. float32 inputs are drawn from N(0, 1). Others
     are whole numbers from 0, below the number of rows of the smallest embedding, or below 2 if the
     network has no embedding.
 
@@ -354,8 +354,8 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
 def tokens(model: nn.Module) -> Iterator[tuple[tuple[int, ...], Example]]:
     """Yield an example of token numbers, if the network begins with an embedding.
 
-    It is a pair: the size (), which is empty because token numbers are no image, and the arguments
-    of the network, one row of 8 token numbers. For other networks nothing is yielded.
+    It is a pair: the size (), which is empty because token numbers are no image, and the input of
+    the network, one row of 8 token numbers. For other networks nothing is yielded.
     """
     # The first layer is the first module with parameters of its own.
     layers = nn.Module.modules(model)
@@ -498,11 +498,11 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
 
 @torch.no_grad()
 def runs(model: nn.Module, example: Example) -> bool:
-    """Return whether the network runs without an error, in eval mode.
+    """Return whether a network runs on an input without an error, in eval mode.
 
     Args:
         model: The network.
-        example: The arguments that the network is called with. They are not changed.
+        example: The input. It is not changed.
     """
     # The forward is the user's, and may raise anything for an input that it does not take.
     try:

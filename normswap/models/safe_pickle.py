@@ -82,9 +82,9 @@ def _check_archive(file: Path) -> None:
 
 
 class _Inert(dict[object, object]):
-    """Stands for an object of an unknown class in a pickle. Nothing of that class's code is run.
+    """An object that stands for one of an unknown class in a pickle, whose code must not be run.
 
-    It is a dict of the object's items, and `attributes` has the object's attributes.
+    It is a dict of that object's items, and `attributes` has that object's attributes.
     """
 
     attributes: Mapping[str, Any] = {}
@@ -131,12 +131,19 @@ def read_pickled_network(file: Path) -> tuple[Mapping[str, Any], dict[str, Tenso
 
 
 def _is_network(candidate: object) -> bool:
-    """Return whether an object of a pickle was a module that holds other modules."""
+    """Return whether an object that was read from a pickle stands for a network.
+
+    It must stand for a torch module that holds other modules.
+    """
     return isinstance(candidate, _Inert) and bool(candidate.attributes.get("_modules"))
 
 
 def _named_tensors(network: _Inert) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors as the network's `state_dict` would have them, in the same order."""
+    """Yield each tensor of a pickled network with its name, as its `state_dict` would have them.
+
+    Args:
+        network: The object that stands for the network. None of the network's code is run.
+    """
     # A stack, not a recursion, because a damaged file may say that a network holds itself.
     pending = [(network, "", 0)]
     count = 0

@@ -84,7 +84,7 @@ class StateDict(State):
 def hash_tensors(state: Mapping[str, Tensor]) -> str:
     """Return one hash (SHA-256) over the names, dtypes, shapes and values of all tensors.
 
-    The order of the tensors does not count.
+    The tensors may come in any order.
     """
     hash_over_all, _ = hash_all(state)
     return hash_over_all
@@ -227,7 +227,13 @@ def _check_no_text(file: Path) -> None:
 
 
 def _check_plain_tensor(name: str, tensor: Tensor, file: Path) -> None:
-    """Raise SourceError for a tensor that is sparse, quantized, nested, or has no values."""
+    """Raise SourceError for a tensor that is sparse, quantized, nested, or has no values.
+
+    Args:
+        name: The name of the tensor, for the message.
+        tensor: The tensor.
+        file: The file that holds the tensor, for the message.
+    """
     remedy = "Save what it was made from: plain tensors of numbers."
     if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
         raise SourceError(f"{file} holds a sparse or quantized tensor", name, remedy)
@@ -285,7 +291,7 @@ def _unwrapped(content: object, file: Path) -> StateDict:
 def _without_wrappers(name: str) -> str:
     """Return the path of a layer or tensor without the parts that wrappers put into it.
 
-    Such as `conv1.weight` for `_orig_mod.conv1.weight`.
+    The path `_orig_mod.conv1.weight`, which torch.compile has made, becomes `conv1.weight`.
     """
     return ".".join(attribute for attribute in name.split(".") if attribute not in _INSIDE)
 
@@ -423,7 +429,12 @@ def _check_state(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> 
 
 
 def _is_buffer(name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor is a buffer other than a running mean or variance."""
+    """Return whether a tensor of a network is a buffer other than a running mean or variance.
+
+    Args:
+        name: The name of the tensor, which tells a running mean or variance.
+        tensor: The tensor.
+    """
     return not isinstance(tensor, nn.Parameter) and not name.endswith(_STATISTICS)
 
 
@@ -520,6 +531,10 @@ def _loads_older_names(model: nn.Module, state: StateDict) -> bool:
 
     A layer may translate the names of an older checkpoint while it loads them, in its method
     `_load_from_state_dict`. The state dict tells it the version of the layer that wrote them.
+
+    Args:
+        model: The network, which is filled.
+        state: The state dict.
 
     Returns:
         Whether the state dict was loaded.

@@ -118,6 +118,7 @@ def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
 
 def _count_of_tensors(model: nn.Module) -> int:
     """Return how many tensors a network holds as parameters, buffers or plain attributes."""
+    # A tensor that stands in several places counts once, by its identity.
     tensors: set[int] = set()
     for module in nn.Module.modules(model):
         for holder in (module._parameters, module._buffers, vars(module)):

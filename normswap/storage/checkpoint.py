@@ -121,7 +121,8 @@ def _saved_network(source: str, asked: zoo.Asked) -> tuple[Path | None, Path | N
     weights = asked.get("weights")
     if saved is None or weights in (None, "pretrained", "random"):
         return saved, None, rest
-    # `parts` would take a file for a weights file without an architecture, so it gets the folder.
+    # `parts` checks that `weights` is a weights file. It would take a file in place of the network
+    # for another weights file, so it gets the folder.
     _, file = kinds.parts(str(saved.parent if saved.is_file() else saved), weights, None)
     rest.pop("weights")
     return saved, file, rest
@@ -428,7 +429,8 @@ def _write(
     for name, tensors in files.items():
         hashes[name], tensor_hashes[name] = weight_files.hash_all(tensors)
 
-    # Write the tensors, with the record in the header of the weights file.
+    # Write the tensors, with the record in the header of the weights file. The architecture and the
+    # report are stored as null if they are None.
     versions = {"normswap": __version__, "torch": torch.__version__, "timm": timm.__version__}
     header_text = header.record_to_write(
         {

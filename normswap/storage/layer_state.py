@@ -116,7 +116,11 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _as_json(name: str, value: object) -> str:
-    """Return the extra state of a layer as JSON.
+    """Return the extra state of a layer (what its `get_extra_state` returns) as JSON.
+
+    Args:
+        name: The name of the extra state in the state dict, for the message.
+        value: The extra state.
 
     Raises:
         OutputError: The extra state is no plain data, so it would not be the same after loading.
@@ -143,7 +147,12 @@ def _as_json(name: str, value: object) -> str:
 
 
 def _unsaved(model: nn.Module, saved: dict[str, Tensor]) -> dict[str, str]:
-    """Return, by its name, the dtype of each floating-point buffer that is not saved."""
+    """Return the dtype of each floating-point buffer that is not saved, by the buffer's name.
+
+    Args:
+        model: The network.
+        saved: The tensors that are saved, by name.
+    """
     unsaved: dict[str, str] = {}
     for path, module in copying.tree(model).items():
         for name, buffer in module._buffers.items():

@@ -101,6 +101,7 @@ def render(
         accuracy: Top-1 of this network on labelled images. None if it was not measured.
     """
     steps = [_described(step) for step in record.plan.steps]
+    # If it is not known how to build the network, the title just says `network`.
     arch = getattr(record.arch, "name", "network")
     title = f"{arch} converted to {steps[-1]}" if steps else arch
     code = code or loading_code(".", record)
@@ -117,12 +118,16 @@ def render(
     if is_exact is None:
         is_exact = report is None or report.exact
     if report:
+        # `steps_before` is the number of conversions before the one that was measured.
         before = " -> ".join(["source", *steps[: report.steps_before]])
         measured = _measured(report, before, is_exact=is_exact)
     if accuracy:
         measured = f"{accuracy}\n{measured}"
+    # A frozen norm has tensors of the same names as a BatchNorm, so timm would open it as one.
     if record.arch is not None and record.arch.builder == "timm" and _is_frozen(record):
         measured = f"{measured}\n{_THAWS}\n"
+    # The BatchNorms can be brought back if their tensors are stored, and no conversion has changed
+    # the network's function.
     reversible = record.norms and is_exact
     return _CARD.read_text(encoding="utf-8").format(
         data=data.to_yaml(),

@@ -285,7 +285,12 @@ def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: 
 
 
 def _check_not_public(api: client.HfApi, repo: str) -> None:
-    """Raise OutputError if a repository exists and is public, because it would stay public."""
+    """Raise OutputError if a repository exists and is public, because it would stay public.
+
+    Args:
+        api: The client of the hub.
+        repo: The repository, as owner/name.
+    """
     try:
         found = api.repo_info(repo)
     except client.errors.RepositoryNotFoundError:
