@@ -86,12 +86,15 @@ _COMMANDS = {
 
 
 def __getattr__(name: str) -> Any:
+    # Python calls this for a name that the package does not have yet. The file that defines the name
+    # is imported only now. `_COMMANDS` has further names, which are those of commands.
     if name in _COMMANDS:
         file, _, function = _COMMANDS[name].rpartition(".")
         return getattr(importlib.import_module(f"normswap.{file}"), function)
     if name not in _HOMES:
         raise AttributeError(f"module 'normswap' has no attribute {name!r}")
 
+    # `_HOMES` has the file of each public name. In its file, `open` is called `open_model`.
     home = importlib.import_module(f"normswap.{_HOMES[name]}")
     return getattr(home, _OTHER_NAMES.get(name, name))
 

@@ -171,6 +171,7 @@ class Edit(_Record):
     out_of_place: bool = False
 
     def __post_init__(self) -> None:
+        # `takes` says of each module in `reads` how it enters the weights of the new layer.
         if self.takes and len(self.takes) != len(self.reads):
             raise PlanError(
                 f"the edit of {self.path} has {len(self.reads)} reads and {len(self.takes)} takes"

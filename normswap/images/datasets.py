@@ -83,6 +83,8 @@ class Loader:
     def __init__(
         self, batches: DataLoader[Any], origin: str, count: int | None, notes: tuple[str, ...] = ()
     ) -> None:
+        # torch's own loader, the user's name for the images, the number of images in one pass (None
+        # if it is not known), and sentences for the user.
         self.batches = batches
         self.origin = origin
         self.count = count

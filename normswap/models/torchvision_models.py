@@ -70,6 +70,7 @@ def build(name: str, request: BuildRequest) -> Built:
         if fresh_head:
             state = _rehead(state, model, classes)
             note_new_head("the head", arguments["num_classes"])
+        # With an empty record, stem and head must fit as they are.
         load_into(model, state, source, {})
         return model
 

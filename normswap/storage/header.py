@@ -101,8 +101,8 @@ class Header(BaseModel):
             return None
         if not report.logits:
             raise ValueError("it has no error at the logits")
-        # Collect the shares of inputs for which the network has the same argmax before and after the
-        # conversion: on test inputs, and on held-out images (`kept`).
+        # Collect the shares of inputs for which the network has the same argmax before and after
+        # the conversion: on test inputs, and on held-out images (`kept`).
         shares = [error.agreement for error in (*report.logits, *report.sites)]
         if report.kept is not None:
             shares.append(report.kept.agreement)

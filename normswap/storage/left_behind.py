@@ -44,8 +44,10 @@ class Claim:
     """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        # This process remembers its own folders, because it can take a lock that it holds itself.
         self._folder = folder.resolve()
         _own_folders.add(self._folder)
+        # The names of the files are written to the file `.normswap` (`_OWNER`), which is locked.
         self._opened = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if sys.platform != "win32":
             # Some file systems have no locks. `_is_claimed` gets none there either, and takes the
