@@ -86,8 +86,8 @@ _COMMANDS = {
 
 
 def __getattr__(name: str) -> Any:
-    # Python calls this for a name that the package does not have yet. The file that defines the name
-    # is imported only now. `_COMMANDS` has further names, which are those of commands.
+    # Python calls this for a name that the package does not have yet. The file that defines the
+    # name is imported only now. `_COMMANDS` has further names, which are those of commands.
     if name in _COMMANDS:
         file, _, function = _COMMANDS[name].rpartition(".")
         return getattr(importlib.import_module(f"normswap.{file}"), function)

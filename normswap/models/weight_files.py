@@ -491,7 +491,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     Raises:
         SourceError: Names are missing or unexpected, or have other shapes. The message lists them.
     """
-    # Bring names and shapes to those of the network.
+    # Bring names and shapes to those of the network. First a prefix of all names is taken off.
     bare = copying.state_tensors(model)
     named = state if isinstance(state, StateDict) else StateDict(state)
     as_it_is = _without_prefix(named, bare)
