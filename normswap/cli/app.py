@@ -219,9 +219,10 @@ def _option(record: type[Any], field: Field[Any], hint: object) -> inspect.Param
 
 
 def _escaped(hint: object, panel: str | None = None) -> object:
-    """Return the type of an option, with what a shell completes, its help and its heading.
+    """Return an option's type, ready for typer: with its help text, heading and completion.
 
-    A type that is not Annotated is returned as it is.
+    Brackets in the help text are escaped, as rich would take them for markup. A type that is not
+    Annotated is returned as it is.
 
     Args:
         hint: The type, with typer's record of the option.
@@ -265,9 +266,12 @@ def _completion(metavar: str) -> Callable[[str], list[str]] | None:
 
 @functools.cache
 def load(name: str) -> Clicks:
-    """Import a command and return it as typer runs it.
+    """Import a command, and return it as the object that typer runs.
 
-    Below its --help stand examples and the keys of --json.
+    Its --help ends with examples and the keys of --json.
+
+    Args:
+        name: The command, such as `convert`.
     """
     # Below the help, rich would take brackets for markup.
     module = importlib.import_module(f"{commands.__name__}.{name}_command")
@@ -425,7 +429,10 @@ def _as_typed(option: str, arguments: Sequence[str]) -> str:
 
 
 def _fail_with_traceback(message: str) -> int:
-    """Print the traceback of the error that is handled, then the error; return exit code 2."""
+    """Print a traceback, then an error message, on stderr, and return exit code 2.
+
+    The traceback is that of the error that is being handled in an `except` block.
+    """
     error: BaseException | None = sys.exc_info()[1]
     while error is not None:
         # An error that was raised `from None` hides the one that led to it. Both are shown here.

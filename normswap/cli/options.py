@@ -278,7 +278,7 @@ class ImageOpening(Opening):
         return state(model, self.stated())
 
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
-        """Return a network that is opened by these options, with its preprocessing stated.
+        """Return a network that is opened by these options, and note how its images are prepared.
 
         Args:
             name: A MODEL.

@@ -252,7 +252,7 @@ def cell(value: object) -> str:
 
 
 def few(values: Sequence[object]) -> str:
-    """Return the first values in one line, and their number if there are more."""
+    """Return values in one line. Of many, only the first are shown, and the number of all."""
     shown = " ".join(cell(value) for value in values[:_FEW])
     if len(values) > _FEW:
         shown += f" ... ({len(values)} in all)"
@@ -275,7 +275,11 @@ def counts(counted: Mapping[str, int]) -> str:
 
 
 def span(pair: Sequence[float] | None) -> str:
-    """Return the smallest and the largest number as `0.1 .. 0.4`, or as one if both are alike."""
+    """Return a range of numbers as `0.1 .. 0.4`, or as one number if both look alike.
+
+    Args:
+        pair: The smallest and the largest number. None gives an empty text.
+    """
     if pair is None:
         return ""
     # A dict has each text once, so two numbers that are written alike become one.

@@ -138,10 +138,14 @@ def _answers_of(case: Case, checks: Iterable[Check]) -> tuple[list[Finding], lis
 
 
 def _with_effects(case: Case, faults: list[Finding]) -> list[Finding]:
-    """Return the faults, with the effect of the remedy in the evidence if it is `recalibrate`.
+    """Return the faults, some of them with one more figure in their evidence.
 
-    The effect is how much `normswap recalibrate` changes the network's outputs. Without images it
-    is not measured.
+    If `normswap recalibrate` would mend a fault, the figure says how much that command changes the
+    network's outputs on the images. Without images it is not measured.
+
+    Args:
+        case: The network that is diagnosed.
+        faults: The faults that were found.
     """
     if not any(case.recalibrate in fault.mend for fault in faults):
         return faults

@@ -229,8 +229,8 @@ def drifted(case: Case) -> Iterator[Finding | str]:
     Either the images are of another domain, or the statistics are of other weights.
 
     Yields:
-        A finding or, if training may have frozen the statistics, the question whether it has, as a
-        sentence for the user.
+        A finding. If training may have frozen the statistics, a sentence is yielded instead, which
+        asks the user whether it has.
     """
     # If no norm by itself is far off, many small drifts together may be a fault.
     drifts = measured_drifts(case)
@@ -562,9 +562,13 @@ def _may_be_frozen(case: Case) -> bool:
 
 
 def _distances(site: StoredNorm, predicted: Pair) -> Tensor:
-    """Return how far the stored means are from the predicted ones, (C,).
+    """Return how far a norm's running means are from the predicted means, (C,).
 
-    The unit is the larger of the stored and the predicted deviation.
+    The unit is a standard deviation: the larger one of the stored and the predicted.
+
+    Args:
+        site: The norm.
+        predicted: Mean and variance of its input, each (C,), as the weights predict them.
     """
     predicted_mean, predicted_var = predicted
     deviation = torch.maximum(site.var, predicted_var).clamp_min(1e-12).sqrt()

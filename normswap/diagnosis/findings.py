@@ -34,8 +34,9 @@ _SAME_WEIGHTS = 0.9
 class Certainty(str, Enum):
     """How sure a finding is.
 
-    A finding is CERTAIN if no sound network stores such numbers, whatever its past. It is LIKELY if
-    a sound network with another past can store them. The evidence then names that past.
+    A finding is CERTAIN if no sound network can store the numbers that were found, whatever was
+    done to it. It is LIKELY if a sound network may store them after something that the evidence
+    names, such as training in eval mode.
     """
 
     CERTAIN = "certain: no sound network stores this"
@@ -98,10 +99,10 @@ class StoredNorm:
         module: The norm itself.
         mean: The running mean (C,) in float64. It is empty if the norm keeps no statistics.
         var: The running variance (C,) in float64. It is empty if the norm keeps no statistics.
-        gamma: The learned scale (C,) in float64, or None.
-        beta: The learned shift (C,) in float64, or None.
+        gamma: The learned scale (C,) in float64. None if the norm has none.
+        beta: The learned shift (C,) in float64. None if the norm has none.
         eps: The epsilon that is added to the variance.
-        momentum: The momentum of the running statistics, or None.
+        momentum: The momentum of the running statistics. None if the norm has no such number.
     """
 
     path: str
@@ -138,7 +139,7 @@ class StoredNorm:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A network as the checks see it.
+    """A network that is diagnosed, with all that the checks read of it.
 
     Args:
         network: The network.

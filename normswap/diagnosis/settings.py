@@ -77,9 +77,9 @@ def unlike_builder(case: Case) -> Iterator[Finding | Remark]:
 
 
 def _is_nearer(case: Case, eps: float, other_eps: float) -> bool:
-    """Whether images show that the norms' statistics fit them clearly better with `eps`.
+    """Whether the norms' statistics fit the images clearly better with one eps than another.
 
-    They show nothing if there are none, or if the norms have different eps.
+    The result is False if the diagnosis has no images, or if the norms have different eps.
 
     Args:
         case: The network that is diagnosed.
@@ -93,7 +93,12 @@ def _is_nearer(case: Case, eps: float, other_eps: float) -> bool:
 
 
 def _cost_of_eps(eps: float, right: float) -> str:
-    """Return the harm of a wrong eps, in words: it matters where it is as large as a variance."""
+    """Return the harm of a wrong eps, in words: it matters where it is as large as a variance.
+
+    Args:
+        eps: The eps that the norms have.
+        right: The eps that they should have.
+    """
     return f"channels with a variance near {max(eps, right):g} are scaled wrongly"
 
 

@@ -41,9 +41,13 @@ _LINEAR_FORWARDS = {nn.Linear.forward, nn.Conv1d.forward, nn.Conv2d.forward, nn.
 
 
 def predicted_moments(traced: Traced) -> dict[str, Pair]:
-    """Return mean and variance, (C,) float64, of the input of each norm, by path.
+    """Return mean and variance, (C,) float64, of the input of each norm, by the norm's path.
 
-    Norms whose input cannot be predicted are left out.
+    They are predicted without images, from the norms before it and the weights between. Norms whose
+    input cannot be predicted are left out.
+
+    Args:
+        traced: The recorded forward.
     """
     moments: dict[fx.Node, Pair] = {}
     norm_inputs: dict[str, Pair] = {}

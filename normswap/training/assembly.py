@@ -465,10 +465,10 @@ class Task:
         }
 
     def restore(self, parts: State) -> None:
-        """Continue from the tensors of a state.
+        """Load weights, averaged weights and optimizer from a saved state, to continue a run.
 
         Args:
-            parts: The tensors of the state.
+            parts: The tensors of the state, as `parts` returned them when it was saved.
         """
         self.raw.load_state_dict(parts["model"])
         if self.ema is not None:

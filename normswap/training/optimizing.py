@@ -129,7 +129,12 @@ def scheduler(
 
 
 def clip_gradients(model: nn.Module, clip: Clip) -> None:
-    """Clip a network's gradients, in place: adaptively (AGC), by norm or by value."""
+    """Clip a network's gradients, in place: adaptively (AGC), by norm or by value.
+
+    Args:
+        model: The network after `backward`.
+        clip: The recipe's part on clipping, which says how and how much.
+    """
     if clip.mode == "agc":
         adaptive_clip_(model, clip.value)
     # A class may have a method `parameters` of its own, so torch's is called.

@@ -92,7 +92,7 @@ def check(tree: object, label: str, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         tree: The values, as YAML has them.
-        label: What errors call the recipe.
+        label: The name of the recipe in error messages.
         overrides: `KEY=VALUE` overrides such as `optim.lr=0.05`.
 
     Raises:

@@ -91,14 +91,14 @@ class State(TypedDict):
 
 @dataclass
 class TrainingState:
-    """The position of a run.
+    """How far a run has come. It is saved beside the run's tensors.
 
     Args:
         update: The number of updates done.
         rows: The rows of metrics.csv.
         loss: The sum of the losses over the epoch's updates so far.
         seconds: The sum of the seconds over the epoch's updates so far.
-        best: The score of the network in best/.
+        best: The score of the network in best/ (`engine.score`). A higher one is better.
         best_epoch: The epoch of the network in best/.
     """
 
@@ -223,7 +223,10 @@ class Folder:
         return recipe_files.dump(recipe) == self.recipe.read_text(encoding="utf-8")
 
     def _foreign_state(self) -> str | None:
-        """Return an entry of state/ that is no unfinished file of a killed run, or None."""
+        """Return the path of an entry in state/ that no killed run has left, or None.
+
+        A run that was killed while it wrote its first state leaves unfinished files there.
+        """
         folder = self.state.parent
         if not folder.is_dir():
             return None

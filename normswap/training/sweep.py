@@ -273,7 +273,7 @@ _POWER = re.compile(r"([0-9.]+)\^([-+]?[0-9]{1,3})$")
 
 
 class _StoppedError(Exception):
-    """Somebody asked the run to stop."""
+    """Raised in a trial when somebody has asked its run to stop."""
 
 
 def parse_rates(text: str) -> list[float]:

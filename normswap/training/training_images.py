@@ -172,7 +172,11 @@ def _slice(images: list[Position], number: int, size: int) -> list[Position]:
 
 
 def key(*parts: object) -> int:
-    """Return a seed of 32 bits that is a function of `parts`."""
+    """Return a seed of 32 bits that depends on `parts` alone.
+
+    Args:
+        parts: Numbers and words, such as a seed, the word `order` and an epoch.
+    """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 

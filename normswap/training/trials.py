@@ -129,7 +129,7 @@ def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
 
 
 def references(model: nn.Module) -> list[Advice]:
-    """Return the references for targets: BatchNorm as it is, and BatchNorm in eval mode.
+    """Return what targets are compared with: BatchNorm as it is, and BatchNorm in eval mode.
 
     The list is empty for a network without BatchNorm.
     """
@@ -165,7 +165,9 @@ def _norms_to_eval(model: nn.Module, args: tuple[object, ...]) -> None:
 
 
 class Trials:
-    """Trials on labelled images, some of which are held out.
+    """Short trainings that compare the targets of a conversion, on labelled images.
+
+    Some of the images are held out of training, to measure on.
 
     The held-out images are those of the validation part or, if there is none, half of all images;
     500 at most.

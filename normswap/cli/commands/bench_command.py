@@ -165,9 +165,13 @@ def _file_contender(file: ExportedFile, network: nn.Module | None) -> Contender:
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
-    """Return log-softmax of logits: the answers that a file with a softmax is to give.
+    """Return the answers that are expected of an exported file that ends with a softmax.
 
-    Such a file's probabilities are read back as their logarithms (`exported_file`).
+    They are logarithms of probabilities, because `exported_file` turns the probabilities that the
+    file gives into their logarithms.
+
+    Args:
+        logits: The source's answers (N, classes), without a softmax.
     """
     return logits.log_softmax(-1)
 
@@ -278,7 +282,12 @@ def _print(model: str, body: Body) -> None:
 
 
 def _print_batch(title: str, rows: list[Body]) -> None:
-    """Print the times at one batch size, and why the others were not timed."""
+    """Print the times that were measured at one batch size, and what was not timed, and why.
+
+    Args:
+        title: The title of the table.
+        rows: The records of all contenders at this batch size.
+    """
     timed = []
     untimed = []
     for row in rows:

@@ -33,7 +33,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Labelled(Images):
-    """The options that name labelled images, of which --data must be given."""
+    """The options that name labelled images. Here the option --data is required."""
 
     data: Annotated[str, Option(metavar="PATH", help="As --data elsewhere.")] = field()
 

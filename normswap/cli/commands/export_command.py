@@ -185,7 +185,10 @@ def run(
 
 
 def _next_command(exported: Exported, words: list[str]) -> list[object]:
-    """Return the words of the next command: one that compares the file on images, if it runs here.
+    """Return the words of a command that measures the exported file on images.
+
+    It is `evaluate` for a classifier of images. For any other file it is `verify`, which compares
+    the file with its source. The list is empty if the file was not run, as its runtime is missing.
 
     Args:
         exported: The file that was written.

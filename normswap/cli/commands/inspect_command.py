@@ -68,9 +68,12 @@ def _print(body: Body) -> None:
 
 
 def _block_rows(blocks: Sequence[Body]) -> Iterator[Sequence[object]]:
-    """Yield the rows of the blocks' table.
+    """Yield the rows of the table of residual blocks, as printed.
 
     Blocks of one stage that follow one another and look alike make one row.
+
+    Args:
+        blocks: The record of each block, in order of the forward pass.
     """
     # The stage, which is not shown, keeps blocks of two stages in rows of their own.
     for (_, skip, order, norms, *inside), group in groupby(blocks, _looks):
@@ -101,7 +104,11 @@ def _looks(block: Body) -> tuple[object, ...]:
 
 
 def _norm_rows(norms: Sequence[Body]) -> Iterator[Sequence[object]]:
-    """Yield the rows of the norms' table."""
+    """Yield the rows of the table of norms, as printed: one for each norm.
+
+    Args:
+        norms: The record of each norm.
+    """
     # Mean and deviation of a norm's output are beta and |gamma|.
     for norm in norms:
         folding = norm["folding"]

@@ -53,7 +53,7 @@ def run(
 
 
 def _row(name: str) -> Body:
-    """Return the record of a shipped recipe in the list of all."""
+    """Return the name, summary, source, network and conversion of a recipe of the package."""
     from normswap.training import recipe_files
 
     recipe = recipe_files.load_recipe(name)
