@@ -254,7 +254,7 @@ class Channels:
         return scales_branch(module) and module.bias is None
 
     def _is_usable(self, node: fx.Node, module: nn.Module) -> bool:
-        """Whether the weights of a linear layer may take up factors."""
+        """Whether the weights of a linear layer may be multiplied by factors of its channels."""
         if self.traced.called(module) > 1:
             return False
         if isinstance(module, nn.Linear) and len(node.meta["shape"]) != 2:

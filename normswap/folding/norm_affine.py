@@ -27,7 +27,10 @@ from normswap.sites.site import Site
 
 
 def foldable_norms(anatomy: Anatomy) -> dict[str, Site]:
-    """Return the LayerNorms and RMSNorms that forward calls and that take part, by path."""
+    """Return the LayerNorms and RMSNorms that forward calls, by path.
+
+    Norms that the user has left out of the conversion (`only`, `skip`) are not among them.
+    """
     norms: dict[str, Site] = {}
     for norm in anatomy.norms:
         if norm.called and norm.site.is_at_each_position and anatomy.takes_part(norm.path):

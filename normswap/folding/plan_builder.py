@@ -29,7 +29,11 @@ NEVER_CALLED = Outcome("never called", "never called by forward")
 
 
 def folded_back(*into: str) -> Outcome:
-    """Return the outcome of a norm that folds into the layers before it, at the paths `into`."""
+    """Return the `Outcome`, for the user, of a norm that folds into the layers before it.
+
+    Args:
+        into: The paths of these layers.
+    """
     return Outcome(FOLDED_BACK, f"folds into {', '.join(into)}")
 
 
@@ -53,7 +57,11 @@ def stays(reason: str, with_what: str = "") -> Outcome:
 
 
 def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """Return the number of norms with each outcome. An outcome that is met earlier comes first."""
+    """Return how many norms have an outcome of each group, by the group's name.
+
+    The groups are those of the summary that the user reads (`Outcome.counted`), in the order in
+    which they are met.
+    """
     return dict(Counter(outcome.counted for outcome in outcomes))
 
 
@@ -142,7 +150,13 @@ class PlanBuilder:
         return self.linears.setdefault(path, LinearBuilder())
 
     def replace(self, path: str, layer: str, **args: object) -> None:
-        """Plan that the class `layer` builds what will stand at `path`, with these arguments."""
+        """Plan that another layer takes the place of the one at a path.
+
+        Args:
+            path: The path.
+            layer: The name of the new layer's class, a `PlannedLayer`.
+            args: Arguments of the `replacing` of that class.
+        """
         self.replacements[path] = Edit(path, layer, args)
 
     def remove(self, path: str) -> None:
@@ -150,7 +164,7 @@ class PlanBuilder:
         self.replace(path, Vacant.__name__)
 
     def removes(self, path: str) -> bool:
-        """Whether this plan removes the module at `path`."""
+        """Whether this plan removes the module at `path`. An activation that it applies stays."""
         return path in self.replacements and self.replacements[path].layer == Vacant.__name__
 
     def is_removed(self, path: str, module: nn.Module | None) -> bool:

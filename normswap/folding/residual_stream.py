@@ -167,7 +167,10 @@ def _complaint(user: fx.Node) -> str:
 
 
 def called(node: fx.Node) -> str:
-    """Return the path of the module that a node calls, or a function's name and where it is."""
+    """Return a text that names what a node calls: the path of a module, or a function.
+
+    A function is named with the path of the module whose forward calls it.
+    """
     if node.op == "call_module" or not node.meta["inside"]:
         return name(node)
     return f"{name(node)} in {node.meta['inside'][-1]}"

@@ -285,7 +285,10 @@ def rescaling_layer(
 
 
 def without_lead(norm: nn.Module) -> Any:
-    """Return the norm behind its lead (`with_lead`), or the module itself if it has no lead."""
+    """Return a norm without the `ChannelAffine` that `with_lead` has put in front of it.
+
+    A norm that has none in front is returned as it is.
+    """
     if isinstance(norm, Chain):
         return norm.then
     return norm

@@ -76,7 +76,7 @@ class OpenChain(Chain):
 
 
 def chained(inner: nn.Module, then: nn.Module) -> Chain:
-    """Return the layer that runs `inner`, then `then`, and is called as `inner` is."""
+    """Return a layer that takes the inputs of `inner`, runs `inner`, then `then` on the result."""
     parameters = inspect.signature(inner.forward).parameters.values()
     has_one_argument = len(parameters) == 1 and all(
         parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters
@@ -140,7 +140,7 @@ class Dropout(PlannedLayer):
 
     @classmethod
     def replacing(cls, old: nn.Module | float, *, like: Tensor, p: Share) -> nn.Module | float:
-        """Return dropout with probability p: a module in place of a module, or else the number."""
+        """Return a dropout module with probability p, or p itself if `old` is a number."""
         return nn.Dropout(p) if isinstance(old, nn.Module) else p
 
 

@@ -105,7 +105,7 @@ class TunedConv2d(OwnLayer, nn.Conv2d):
     norm_eps: float
 
     def folded(self) -> tuple[Tensor, Tensor]:
-        """Return weight W' and bias b' of the convolution that this layer is."""
+        """Return weight and bias of the plain convolution that computes what this layer does."""
         scale = self.gamma * torch.rsqrt(self.running_var + self.norm_eps)
         offset = -self.running_mean
         if self.bias is not None:
@@ -173,7 +173,11 @@ _KNOWN_PARAMETRIZATIONS = (parametrizations._WeightNorm, parametrizations._Spect
 
 
 def is_reparametrized(module: nn.Module) -> bool:
-    """Whether a linear layer computes its weight in each forward, in a way known here."""
+    """Whether `plain` can make a layer of a plain class with the same weight and bias.
+
+    This holds for a convolution or linear layer that computes its weight in each forward (by weight
+    norm, spectral norm, standardized filters, tune mode), or that adds a scalar to its input.
+    """
     # A forward that was set on the instance may compute anything.
     if "forward" in vars(module):
         return False
@@ -215,7 +219,12 @@ def keeps_input_bias(module: nn.Module) -> bool:
 
 
 def plain(module: Linearity) -> Linearity:
-    """Return a float64 layer of a plain class that equals a reparametrized one in eval mode."""
+    """Return a float64 layer of a plain class that computes what `module` does in eval mode.
+
+    Args:
+        module: A layer that computes its weight in each forward, for instance by weight norm, or
+            that adds a scalar to its input (`is_reparametrized`).
+    """
     twin = copying.duplicate(module, {}).double().eval()
     weight_and_bias = _computed_tensors(twin)
     new = _without_tensors(twin, plain_class(twin))
@@ -249,7 +258,10 @@ def _without_tensors(layer: Linearity, kind: type[Linearity]) -> Linearity:
 
 
 def plain_class(module: Linearity) -> type[Linearity]:
-    """Return the class of the layer that `plain` makes. A plain layer keeps its own class."""
+    """Return the class of the layer that `plain` makes, such as Conv2d for a `TunedConv2d`.
+
+    For a layer with a weight of its own, this is the class of the layer itself.
+    """
     if not is_reparametrized(module):
         return type(module)
     if parametrize.is_parametrized(module):

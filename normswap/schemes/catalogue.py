@@ -35,7 +35,7 @@ class Function:
 
 
 def _has(option: str, value: str) -> Callable[[Options], bool]:
-    """Return a function of a dict of options, which tells whether `option` has this value."""
+    """Return a function that tells whether a scheme's options have `value` for `option`."""
     return lambda options: bool(options[option] == value)
 
 

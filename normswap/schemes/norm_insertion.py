@@ -52,7 +52,7 @@ def plan(anatomy: Anatomy, *, where: str, like: str, ghost_batch: int) -> PlanBu
     ghost = {"ghost": ghost_batch} if ghost_batch else {}
 
     def keep(builder: PlanBuilder, site: Site) -> None:
-        """Keep a BatchNorm that takes its statistics as wanted, and replace any other."""
+        """Keep a BatchNorm with ghost batches of the wanted size, and replace any other norm."""
         path = site.path
         module = site.module
         # `SiteNorm` is normswap's own BatchNorm. With `dims` it becomes torch's BatchNorm, which

@@ -111,7 +111,10 @@ def refused_by_opacus(model: nn.Module) -> dict[str, str]:
 
 
 def _refuse_statistics(builder: PlanBuilder, path: str, site: Site) -> None:
-    """Refuse a layer that takes its statistics from the batch or keeps running ones."""
+    """Refuse a layer that in training mixes samples or changes buffers.
+
+    These are norms with statistics of the batch or running ones, and spectral normalization.
+    """
     if site.refusal_in_training is not None:
         builder.refusals[path] = site.refusal_in_training
     elif isinstance(site.module, parametrizations._SpectralNorm):

@@ -83,7 +83,10 @@ class Option:
 
     @property
     def placeholder(self) -> str:
-        """The text that stands for a value in help texts: choices and metavar, or else the type."""
+        """The text that stands for the option's value in help texts.
+
+        It has the choices and the metavar, as `a|b|METAVAR`, or else the name of the type.
+        """
         return "|".join(filter(None, (*self.choices, self.metavar))) or self.kind.__name__.upper()
 
     def check(self, value: Any) -> object:

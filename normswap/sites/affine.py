@@ -44,7 +44,7 @@ def is_affine(module: nn.Module) -> bool:
 
 
 def is_affine_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm that is y = act(s * x + t) in eval mode."""
+    """Whether a module is a norm that computes y = act(s * x + t) in eval mode."""
     return is_batchnorm(module) or _registered_map(module) is not None
 
 

@@ -209,7 +209,7 @@ def register_norm(
 
 
 def kind_of(module: nn.Module) -> NormKind | None:
-    """Return what is known of the norm that a module is, or None if it is no norm."""
+    """Return the `NormKind` that says what a norm computes, or None if the module is no norm."""
     registered = _registered(module)
     if registered is not None:
         return registered
@@ -259,7 +259,10 @@ def is_believed(module: nn.Module) -> bool:
 
 
 def _registered(module: nn.Module) -> NormKind | None:
-    """Return what `register_norm` recorded of the module's class, or None."""
+    """Return the `NormKind` that `register_norm` recorded for a module's class, or None.
+
+    A module with a `forward` of its own has none.
+    """
     plugins.load("normswap.norms")
     if "forward" in vars(module):
         return None

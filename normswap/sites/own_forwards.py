@@ -127,7 +127,11 @@ def is_patched(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def computes(layer: nn.Module) -> bool:
-    """Whether a layer with its own forward is the convolution or linear map of its tensors."""
+    """Whether a layer with its own forward computes what its weight, bias and settings say.
+
+    That is a convolution, perhaps with other padding than stated, or a linear map. A trial run
+    decides.
+    """
     if isinstance(layer, torch.jit.ScriptModule):
         return False
     if not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):

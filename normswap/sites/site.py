@@ -65,7 +65,7 @@ class Site:
 
     @cached_property
     def norm(self) -> NormKind | None:
-        """What is known of the norm that the module is, or None if it is no norm."""
+        """The `NormKind` that says what the norm computes, or None if the module is no norm."""
         return known_norms.kind_of(self.module)
 
     @property
@@ -98,7 +98,10 @@ class Site:
 
     @property
     def is_plain_batchnorm(self) -> bool:
-        """Whether the module is a BatchNorm of torch's kind, without an activation."""
+        """Whether the module is torch's BatchNorm or a subclass of it, and applies no activation.
+
+        It must have statistics kept from training.
+        """
         is_torchs = isinstance(self.module, _BatchNorm)
         return is_torchs and self.is_batchnorm and self.activation is None
 
@@ -266,7 +269,10 @@ class Site:
         return affine.moments(self.module)
 
     def recorded_tensors(self) -> dict[str, Tensor]:
-        """Return what a conversion records of an affine norm: tensors and settings, by name."""
+        """Return the tensors and settings of an affine norm by name, as a conversion records them.
+
+        They serve to put the norm back later. The dict is empty for any other module.
+        """
         return affine.tensors(self.module)
 
     def signs(self, dtype: torch.dtype) -> Tensor:
@@ -276,7 +282,10 @@ class Site:
 
     @property
     def lacks_batch(self) -> bool:
-        """Whether the module read single samples, (C, L) or (C, H, W), without a batch."""
+        """Whether the module is an InstanceNorm that the recorded forward called on a single sample.
+
+        The sample has no batch dimension: it is (C, L) or (C, H, W), for instance.
+        """
         if not isinstance(self.module, _InstanceNorm):
             return False
         unbatched: int = self.module._get_no_batch_dim()
@@ -376,5 +385,5 @@ def site_of(module: nn.Module, path: str = "") -> Site:
 
 
 def sites_of(model: nn.Module) -> list[Site]:
-    """Return the `Site` of every module of a network, in order, each module once."""
+    """Return the `Site` of every module of a network, in the order of `named_modules`."""
     return [Site(module, path) for path, module in nn.Module.named_modules(model)]
