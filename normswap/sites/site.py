@@ -282,7 +282,7 @@ class Site:
 
     @property
     def lacks_batch(self) -> bool:
-        """Whether the module is an InstanceNorm that the recorded forward called on a single sample.
+        """Whether the module is an InstanceNorm that read a single sample in the recorded forward.
 
         The sample has no batch dimension: it is (C, L) or (C, H, W), for instance.
         """
