@@ -87,6 +87,7 @@ def twin(model: Module) -> Module:
     Buffers and attributes are copied, so that the forward pass does not change those of `model`.
     Attributes that are plain tensors, neither parameters nor buffers, are shared.
     """
+    # `_share_parameter` copies buffers, and returns a parameter itself.
     copied = _copy(model, {}, _share_parameter, deep=False)
     for module in tree(copied).values():
         # A ScriptModule is shared, not copied, so its mode must stay.

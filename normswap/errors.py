@@ -133,12 +133,12 @@ def first_few(items: Iterable[str], most: int = 5) -> str:
 
 
 def by_reason(reasons: Mapping[str, str], whole: str, most: int = 3) -> str:
-    """Return a text that says why each of several paths is refused, such as `a, b: REASON; c: ...`.
+    """Return a text that says why each of several modules is refused: `a, b: REASON; c: ...`.
 
-    Paths with the same reason stand together.
+    The modules are named by their paths. Those with the same reason stand together.
 
     Args:
-        reasons: The reason for each path.
+        reasons: The reason for each module, by its path.
         whole: The words for the network itself, which are shown in place of its empty path.
         most: How many reasons, and how many paths of each, are shown at most.
     """

@@ -185,7 +185,8 @@ class Edit(_Record):
         tuple is empty if the edit states no formulas (`takes`). Then the new layer uses the modules
         that it reads in a way of its own.
         """
-        # Without `takes` there are no pairs, although `reads` may be longer.
+        # If there are formulas, there is one for each module that is read (`strict`). Without
+        # formulas there are no pairs.
         return tuple(zip(self.reads, self.takes, strict=bool(self.takes)))
 
     @property

@@ -231,6 +231,8 @@ def _where(place: _Place) -> str:
     Args:
         place: The keys that lead to the value, the last one first.
     """
+    # A place is a triple: the place of the container, "[" for a list or "." for an object, and the
+    # key in it. So the text is made from its end to its beginning.
     text = ""
     while place is not None:
         place, kind, key = place

@@ -753,6 +753,7 @@ class CsvReader(ReaderImageFolder):
         except (OSError, UnicodeDecodeError, csv.Error, KeyError, AttributeError):
             rows = []
 
+        # The error names only the first file that does not exist.
         pairs = [(str(file.parent / name), label) for name, label in rows]
         absent = [f"{path} does not exist" for path, _ in pairs if not Path(path).is_file()]
         if absent or not pairs:

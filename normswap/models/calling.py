@@ -466,6 +466,8 @@ def batches(inputs: Inputs, form: Example | None = None) -> list[Example]:
     given_calls = inputs if isinstance(inputs, list) else [inputs]
     calls: list[Example] = []
     for call in given_calls:
+        # A tensor takes the place of the images in `form`. A dict holds the keyword arguments, and
+        # a tuple the positional ones. Anything else is the one argument.
         if form and isinstance(call, Tensor):
             call = form.of(call)
         elif isinstance(call, Mapping):

@@ -285,7 +285,8 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
 
     label = f"{origin}: config.json"
     layout = records.checked(records.LayoutOfTimm, config, label)
-    # The old layout has the record's keys beside the architecture.
+    # The old layout has the record's keys beside the architecture. In both layouts, the classes may
+    # be stated there.
     record = config if layout.pretrained_cfg is None else layout.pretrained_cfg
     classes = {key: config[key] for key in _TOP_LEVEL if key in config}
     stated = records.image_record({**record, **classes})

@@ -323,9 +323,8 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
     """Return one batch of random values for the inputs that the network's record states.
 
     The result is a list with one entry: the input of the network. It is None if the record states
-    no inputs. float32 inputs are drawn from N(0, 1). Others
-    are whole numbers from 0, below the number of rows of the smallest embedding, or below 2 if the
-    network has no embedding.
+    no inputs. float32 inputs are drawn from N(0, 1). Others are whole numbers from 0, below the
+    number of rows of the smallest embedding, or below 2 if the network has no embedding.
 
     Args:
         model: The network.

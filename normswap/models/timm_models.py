@@ -136,6 +136,7 @@ def _from_name(name: str, arguments: Cfg) -> Built:
     # The architecture is stored by its name without the tag of the weights. If the name is
     # deprecated, timm has put its current name into the record.
     arch = _untagged(cfg, arguments)
+    # The user can open the network again by its name and the tag of its weights, if they have one.
     source = ".".join(filter(None, (arch.name, cfg.get("tag"))))
     preprocessing = hub.record(cfg, arch.kwargs, model)
 

@@ -56,6 +56,7 @@ def build(name: str, request: BuildRequest) -> Built:
     # The part behind the colon is a directory, the name of a class, or a repository.
     place = name.partition(":")[2]
     is_folder = Path(place).is_dir()
+    # These are the names in transformers for the numbers of classes and of input channels.
     arguments = request.arguments("num_labels", "num_channels")
     if not is_folder and hasattr(transformers, place):
         return _from_class(place, name, arguments)

@@ -207,6 +207,7 @@ def base_model(record: Provenance) -> str | None:
     """Return the hub's repository that the weights were taken from, as owner/name, or None."""
     # The source is written as the user typed it: `hf-hub:owner/name@revision`, `hf:owner/name`, a
     # path, or a name of timm with the tag of its weights, such as `resnet50.a1_in1k`.
+    # Random weights, which have no hash, were taken from nowhere.
     prefix, _, place = record.source.rpartition(":")
     if record.sha256 is None or PurePath(place).is_absolute():
         return None

@@ -196,7 +196,8 @@ class _FilesOfSave:
             SourceError: The file cannot be read, or is another one than when it was first looked
                 at.
         """
-        # A link that took the file's place meanwhile is not followed; a pipe is not waited for.
+        # A link that took the file's place meanwhile is not followed, and a pipe is not waited for.
+        # Windows has no flags for this.
         file = self.folder / name
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
