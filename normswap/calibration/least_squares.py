@@ -167,7 +167,7 @@ class Moments:
 
 
 def _about(rows: Tensor, point: Tensor) -> Tensor:
-    """Return rows (G, ..., f) less a point (G, f), in float32 or more."""
+    """Return rows (G, ..., f) minus a point (G, f). Half precision becomes float32."""
     precision = torch.promote_types(rows.dtype, torch.float32)
     by_group = (len(point), *(1,) * (rows.ndim - 2), -1)
     return rows.to(precision) - point.to(precision).view(by_group)
@@ -201,11 +201,11 @@ class Folds:
     images: int = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add the rows of N images, each image to one half, in turn.
+        """Add the rows of N images. Images go to the two halves in turn.
 
         Args:
-            x: The inputs, (N, G, p, f).
-            y: The targets, (N, G, p, o).
+            x: The f inputs of each group at p positions of each image, (N, G, p, f).
+            y: The targets there, (N, G, p, o).
         """
         count = len(x)
         x = x.transpose(0, 1)
@@ -296,7 +296,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of a regression.
+    """The result of a ridge regression of o outputs on f inputs, in each of G groups.
 
     Args:
         weight: The fitted weights V, (G, o, f).

@@ -33,7 +33,7 @@ LARGE = 2**20
 
 
 def _operations(nodes: Iterable[fx.Node]) -> list[tuple[str, str]]:
-    """Return the name and the target of every node, by which two records are compared."""
+    """Return the name and the target of every node, to compare two recorded forwards by."""
     return [(node.name, str(node.target)) for node in nodes]
 
 
@@ -303,7 +303,8 @@ def _stored(values: Values, before: Values) -> Values:
 def _device_holds(value: Tensor) -> bool:
     """Whether a tensor is on a GPU with at least half of its memory free.
 
-    It may stay there then. Copying it to the host and back takes longer than computing with it.
+    Such a tensor is not moved to the host, as copying it there and back takes longer than computing
+    with it.
     """
     if value.device.type != "cuda":
         return False

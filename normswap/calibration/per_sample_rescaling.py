@@ -53,9 +53,9 @@ LEAST_VARIANCE = 1e-4
 
 
 def rescalable(step: Step) -> dict[str, Body]:
-    """Return the arguments of each GroupNorm of a step whose input may be rescaled, by path.
+    """Return the plan's arguments (groups, eps) of each GroupNorm whose input may be rescaled.
 
-    It may be rescaled if the step's plan states an eps for the GroupNorm.
+    They are by the path of the GroupNorm. Its input may be rescaled if the plan states an eps.
     """
     return {
         edit.path: edit.args

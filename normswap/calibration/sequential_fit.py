@@ -399,7 +399,11 @@ def _fit_linear(module: Any, source: Any, pair: LayerPair, factors: Tensor | Non
 
 
 def rows_needed(fan: int) -> int:
-    """Return how many rows, from all images together, fit a layer whose patch has `fan` numbers."""
+    """Return how many rows of inputs and targets are enough to fit a layer.
+
+    Args:
+        fan: The number of inputs in a row: the numbers under the kernel in one group.
+    """
     plenty = max(LEAST_ROWS, ENOUGH_FOR_EACH * fan)
     return max(LEAST_FOR_EACH * fan, min(MOST_ROWS, plenty))
 

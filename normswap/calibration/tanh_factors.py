@@ -112,9 +112,10 @@ def _input_values(
 
 
 def factors(x: Tensor, alpha: float) -> Tensor:
-    """Return the factor for each channel before a tanh, (C,).
+    """Return the factor by which each channel should be multiplied before a tanh, (C,).
 
-    A channel with values that are not finite gets the factor 1.
+    It is the largest factor, at most 1, with which the tanh is as close to linear in the channel as
+    in one of N(0, 1). A channel with values that are not finite gets the factor 1.
 
     Args:
         x: Values of each channel, (C, n).

@@ -208,11 +208,12 @@ def factors(losses: list[Loss], count: int) -> Tensor:
 
 @torch.no_grad()
 def _losses(model: nn.Module, layers: list[Reach], examples: list[Example]) -> list[Loss]:
-    """Run a network on some calls, and return the loss of each of its layers.
+    """Run a network on some calls, and return the `Loss` of each given layer, in order.
 
     Args:
         model: The network.
-        layers: The convolutions, each with the channels that it reads.
+        layers: The convolutions whose filters must sum to zero, each with the factors of the
+            channels that it reads.
         examples: The calls.
     """
     moments = {reach.path: _Moments() for reach in layers}

@@ -100,7 +100,11 @@ def is_half(precision: str) -> bool:
 
 
 def base_of(precision: str) -> float:
-    """Return the relative L2 error that is allowed in every network at this precision."""
+    """Return the relative L2 error that is allowed in every network.
+
+    Args:
+        precision: The precision that both networks run in, such as "float32".
+    """
     if precision == "float64":
         return FLOAT64_BASE
     if is_half(precision):

@@ -867,7 +867,7 @@ class _Comparison:
             self.remarks.append(precise.hangs_on)
 
     def _judgement(self, allowed: dict[str, allowance.Allowance]) -> Judgement:
-        """Judge all errors that were measured.
+        """Return whether the result passes, judged by all errors that were measured.
 
         Args:
             allowed: What is allowed at the outputs, by precision.

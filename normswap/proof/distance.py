@@ -76,11 +76,11 @@ class Distance:
         self._most = 0.0
 
     def add(self, expected: Tensor, values: Tensor) -> None:
-        """Add a batch.
+        """Add the values of one batch, whose distance is measured together with the others'.
 
         Args:
             expected: The source's value.
-            values: The result's value, of the same shape.
+            values: The result's value. With another shape, nothing can be compared any more.
         """
         are_labels = not (expected.is_floating_point() or expected.is_complex())
         if expected.shape != values.shape or expected.is_complex() != values.is_complex():
@@ -194,8 +194,8 @@ class Distance:
     def of_guesses(self) -> float:
         """The share of labels that random guesses get wrong.
 
-        The guesses give each label as often as it occurs. A guess is right with probability p^2 for
-        a label of frequency p, summed over all labels.
+        The guesses give each label as often as it occurs. A label of frequency p is guessed with
+        probability p where it stands, so the share of right guesses is the sum of all p^2.
         """
         squares = sum((count / self._entries) ** 2 for count in self._frequencies.values())
         return 1.0 - squares
@@ -216,7 +216,7 @@ class Distance:
 
 
 def distance(expected: Tensor, values: Tensor) -> Distance:
-    """Return how far one tensor is from another.
+    """Return how far one tensor is from another, as a `Distance` over a single batch.
 
     Args:
         expected: The source's value.

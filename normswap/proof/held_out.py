@@ -112,7 +112,7 @@ class HeldOutSplit:
         self.copies = 0
 
     def __iter__(self) -> Iterator[Example]:
-        """Yield the calls to fit values to. At the end `held` has the others."""
+        """Yield the calls to fit values to. When all are read, `held` has the held-out calls."""
         self.held = []
         # The number of images that can still be held out.
         room = MOST

@@ -289,7 +289,14 @@ class _CastsWhileRunning:
         self.built: dict[int, Tensor] = {}
 
     def hooks(self, model: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-        """Register the hooks on the modules of a network, and return their handles."""
+        """Register hooks that give each module float64 tensors while its forward runs.
+
+        Args:
+            model: The network, whose modules get the hooks.
+
+        Returns:
+            The handles that remove the hooks.
+        """
         owners = [
             module for module in nn.Module.modules(model) if module._parameters or module._buffers
         ]

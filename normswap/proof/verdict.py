@@ -44,17 +44,17 @@ class JudgedError:
 
     @property
     def is_within(self) -> bool:
-        """Whether the error passes. NaN never does."""
+        """Whether the relative L2 is no larger than `allowed`. NaN never is."""
         return self.error.relative_l2 <= self.allowed
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether a result passes.
+    """Whether a result passes, and if it does not, whether it is wrong or nothing is proved.
 
     Args:
-        passed: Whether it does.
-        reason: Why nothing is proved. None where the result passes, or is wrong.
+        passed: Whether it passes.
+        reason: Why nothing is proved. None if the result passes, or is wrong.
     """
 
     passed: bool
@@ -128,12 +128,18 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """PROVED, NOT PROVED or WRONG if the result claims to be exact, or else MEASURED."""
+        """The verdict as one word: PROVED, MEASURED, NOT PROVED or WRONG.
+
+        A result that passes is PROVED if it claims to be exact, and MEASURED if it does not.
+        """
         return word(exact=self.exact, passed=self.passed, unproved=bool(self.unproved))
 
     @property
     def worst(self) -> Error:
-        """The largest relative L2 error at the logits in the network's own precision."""
+        """The error at the outputs with the largest relative L2, in the network's own precision.
+
+        Errors in float64 count only if there are no others.
+        """
         errors = [error for error in self.logits if error.precision != "float64"] or list(
             self.logits
         )

@@ -381,7 +381,8 @@ def check_gone(source: nn.Module, result: nn.Module, step: Step) -> None:
 def placed(result: nn.Module, step: Step) -> dict[str, nn.Module]:
     """Return the module that each edit of a step placed in the result, by the edit's path.
 
-    Edits of parameters and plain numbers place no module, and are left out.
+    An edit says what is put in the place of one module, parameter or number of the network. Edits
+    of parameters and plain numbers place no module, and are left out.
     """
     depths = {edit.path: edit.depth for edit in step.edits}
     modules = copying.tree(result)

@@ -244,7 +244,14 @@ def fit(
 
 
 def _fits_to_all(chosen: Chosen, images: Batches | None) -> bool:
-    """Whether a scheme fits its values to all images, so that none of them is held out."""
+    """Whether a scheme fits its values to all images, so that none of them is held out.
+
+    To synthetic images every scheme fits in this way.
+
+    Args:
+        chosen: The scheme with its options.
+        images: The images.
+    """
     return chosen.scheme.takes_all_images or isinstance(images, SyntheticImages)
 
 

@@ -84,7 +84,9 @@ def with_rows(call: Example, rows: Tensor) -> Example:
 def _changed_call(call: Example, change: Callable[[Any], Any]) -> Example:
     """Return the call with `change` applied to each of its tensors and lists.
 
-    A list is handed to `change` as a whole.
+    Args:
+        call: The call, which is not changed.
+        change: A function that takes a tensor or a whole list, and returns what replaces it.
     """
     return Example(changed(call.args, change, list), changed(call.kwargs, change, list))
 

@@ -133,7 +133,7 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _TrainingPair:
-    """The two batches of one run: one to train on, and one for the forward after the step.
+    """The two batches of a trial run: one for a training step, and one for a forward after it.
 
     Args:
         call: The batch that is trained on.

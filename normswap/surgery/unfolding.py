@@ -127,7 +127,8 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
 def architecture(model: nn.Module) -> Arch | None:
     """Return how to build the network that `model` was converted from, or None if unknown.
 
-    If the record does not say it, known architectures are tried.
+    The network's provenance may say it. Otherwise an architecture is searched that becomes this
+    network if the plan is applied to it.
     """
     record = provenance.of(model)
     if record.arch:
