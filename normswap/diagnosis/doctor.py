@@ -101,6 +101,7 @@ def diagnose(
     faults, open_questions, remarks = _answers_of(case, CHECKS)
     notes += open_questions + remarks
 
+    # The statistics are held against images only if the stored numbers alone show no fault.
     if not faults and not open_questions and case.sites and images is not None:
         # The checks end at the first fault, because it explains later ones. For example, images
         # that are prepared wrongly fit no statistics.

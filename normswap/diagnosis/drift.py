@@ -366,6 +366,7 @@ def _far_off(case: Case, drifts: list[Drift], off: list[Drift]) -> Finding:
         drifts: The drift of every norm.
         off: The drifts that are far off.
     """
+    # The norm with the largest drift of mean and variance together is named.
     worst = max(off, key=lambda drift: drift.mean + drift.log_var)
 
     # Images of another domain already change what the first norm reads. It then drifts far, or only

@@ -59,6 +59,7 @@ class ImageBatches:
         The order is random because a folder gives its images class by class.
         """
         assert self.images is not None
+        # Batches are as large as the first one, or smaller if that would make too few.
         size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
         # The last images, if they do not fill a batch, are left out.
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(0))

@@ -192,6 +192,7 @@ def converted(
             say(note)
         network = result.network
 
+    # The weights of a folded network have absorbed the norms' scales, which makes it hard to train.
     steps = network.provenance.plan.steps
     if steps and steps[-1].scheme == "folded":
         say(_FOLDED)

@@ -226,6 +226,7 @@ def notes(trials: Sequence[Trial], rates: Sequence[Line], finished: bool) -> lis
         texts.append(
             "not all runs have ended; the same command continues those that were stopped or killed"
         )
+    # At most three runs that failed are named, so that the list stays short.
     failures = [trial for trial in trials if trial.note]
     for trial in failures[:3]:
         texts.append(f"lr {trial.lr:g}, seed {trial.seed}: {trial.state}: {trial.note}")

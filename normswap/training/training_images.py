@@ -450,6 +450,7 @@ def image_notes(
     """
     place, validated = places(data)
     notes: list[str] = []
+    # The user named a folder. The note says which of its parts was taken for training.
     if place != data.root:
         notes.append(f"training images of {place}, validation images of {validated}")
     notes += training.notes

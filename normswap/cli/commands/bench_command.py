@@ -134,7 +134,8 @@ def _contenders(
                 f"{name} is no exported file",
                 remedy="Name one network, and files that `export` made of it",
             )
-        # All are timed on images of one size, that of the first.
+        # All are timed on images of one size, that of the first. A file's `shape` is the number of
+        # images at a time, and their size.
         image_size = image_size or file.shape[1]
         if image_size != file.shape[1]:
             what = f"{name} takes images of {size(file.shape[1])}"

@@ -135,6 +135,7 @@ def run(
         calls = first_images(net, loader, _COMPARED)
         answers = changed_answers(net, recalibrated.model, calls)
     changed = None if answers is None else answers.changed
+    # The report passes if all outputs are finite. Here most answers must stay the same, too.
     passed = recalibrated.report.passed and (changed is None or changed <= _MOST_CHANGED)
     report = summary.of_report(recalibrated.report)
     body = {
@@ -143,7 +144,6 @@ def run(
         "output": directory,
         "notes": list(recalibrated.notes),
         "answers": answers and asdict(answers),
-        # The report passes if all outputs are finite. Here most answers must stay the same, too.
         "passed": passed,
         "report": {**report, "passed": passed},
     }

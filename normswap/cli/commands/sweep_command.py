@@ -195,6 +195,7 @@ def _print(words: Sequence[str], body: Body) -> None:
     rows = []
     for line in lines:
         best = "best" if line.best else ""
+        # If no run is lost, the cell is empty and not 0.
         rows.append((f"{line.lr:g}", line.text, line.counted, line.runs, line.lost or None, best))
     columns = ("lr", "top-1", "counted", "runs", "lost", "")
     table("", columns, rows, right=columns[:5])
