@@ -863,7 +863,7 @@ def _unknown_classes(
     Args:
         unknown: The names of the labels that are no classes.
         labels: The number of each label in the dataset, by the label's name.
-        outputs: The network's outputs.
+        outputs: The number and names of the network's outputs.
         origin: The name of the images.
     """
     # Images that lie in no class folder have an empty label.
@@ -882,7 +882,7 @@ def _without_meaning(
 
     Args:
         labels: The number of each label in the dataset, by the label's name.
-        outputs: The network's outputs.
+        outputs: The number and names of the network's outputs.
         origin: The name of the images in messages.
         needed: Whether the images must have labels.
 

@@ -90,6 +90,7 @@ def for_size(model: nn.Module, size: Sequence[int]) -> nn.Module:
     Raises:
         OptionError: The network is built for another size.
     """
+    # The size that the network takes according to its record, before the record is changed.
     usual = network_input.size(model)
     _record(model, {"input_size": tuple(size)}, without=("test_input_size",))
 
@@ -122,10 +123,10 @@ def for_inputs(model: nn.Module, inputs: Mapping[str, Sequence[object]]) -> nn.M
 
 
 def _record(model: nn.Module, values: Cfg, without: Sequence[str] = ()) -> None:
-    """Write values into the network's record, and remove other entries from it.
+    """Write values into a network's record of images and classes, and remove other entries.
 
     Args:
-        model: The network.
+        model: The network, which is changed.
         values: The values by key.
         without: The keys of the entries to remove.
     """

@@ -293,10 +293,10 @@ def _config(arch: Arch) -> transformers.PretrainedConfig:
 
 
 def _trained(place: str, arch: Arch, name: str, *, has_new_head: bool) -> nn.Module:
-    """Return the network with its trained weights.
+    """Return a network of transformers with its trained weights.
 
     Args:
-        place: The directory or repository.
+        place: The directory, or the repository of the hub, that holds the weights.
         arch: The architecture.
         name: What the user typed, such as `hf:owner/name`, for messages.
         has_new_head: Whether the head has another number of classes than the weights, and stays

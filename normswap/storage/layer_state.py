@@ -95,6 +95,7 @@ def restore(model: nn.Module, state: StateDict, record: Header) -> None:
     for path, module in copying.tree(model).items():
         if record.layers is None:
             layers[path] = {"version": module._version}
+        # A layer that is not in the record has version 1.
         else:
             layers[path] = {**_USUAL, **record.layers.get(path, {})}
     state._metadata = layers

@@ -165,6 +165,8 @@ def _data_for_hub(
 
     builders = [record.arch.builder] if record.arch else []
     dataset = accuracy.dataset if accuracy else None
+    # The texts may come from somebody else's file, so invisible characters are escaped. The library
+    # is timm if its code alone loads the network.
     return ModelCardData(
         license=license and printable(license),
         base_model=base and printable(base),
