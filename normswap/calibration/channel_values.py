@@ -106,6 +106,7 @@ def dead_leaves(
     Returns:
         The calls. There are none if the network does not run on such images.
     """
+    # A tensor of the network, whose device and dtype the images get.
     like = anchor(model)
     for size in _sizes(model, example.size):
         # A few images show whether the network runs, and which variance reaches the first norm.

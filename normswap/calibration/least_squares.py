@@ -70,6 +70,7 @@ class Moments:
             y: The targets of the first batch, (G, rows, o).
             biased: Whether the map that is fitted has a bias.
         """
+        # The means over all dimensions but the first (groups) and the last (inputs or targets).
         x0, y0 = (rows.mean([*range(1, rows.ndim - 1)], dtype=torch.float64) for rows in (x, y))
         groups, fan = x0.shape
         out = y0.shape[1]

@@ -306,6 +306,7 @@ def _follow(traced: Traced, node: fx.Node) -> Destination:
             # The reader is no module, or has other inputs, too.
             break
         elif is_before_sum and site.is_affine and site.refusal_of_kind is None:
+            # The reader computes s x + t for each channel. The factors s are collected.
             factor, _ = site.scale_and_shift
             scale = scale.to(factor) * factor
         else:
@@ -505,6 +506,7 @@ def keep_share(
     losses: dict[float, float] = {}
     with undisturbed(source), evaluating(result):
         # The source's outputs for each held-out call. Each share of the fit is compared with them.
+        # `like` gives a call the network's device and dtype.
         answers = [
             dict(named_tensors(example.like(source).call_on_copies(source))) for example in held
         ]
@@ -553,6 +555,7 @@ def _loss(expected: Values, result: nn.Module, example: Example) -> float:
         result: The network that is compared.
         example: The call.
     """
+    # `like` gives the call the network's device and dtype.
     answers = dict(named_tensors(example.like(result).call_on_copies(result)))
     if answers.keys() != expected.keys() or any(
         answers[name].shape != expected[name].shape for name in expected

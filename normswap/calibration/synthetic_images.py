@@ -90,6 +90,7 @@ def make(
             "synthetic images cannot be made", "the network takes more than images, or none", remedy
         )
 
+    # A tensor of the network, whose device and dtype the images get.
     like = anchor(model)
     batches: list[Tensor] = []
     total = COUNT // BATCH
@@ -170,6 +171,7 @@ def coloured(noise: Tensor) -> Tensor:
     """
     sides = noise.shape[2:]
     side_dims = tuple(range(2, noise.ndim))
+    # The noise is real, so the transform returns only half of the frequencies of the last side.
     by_side = [torch.fft.fftfreq(side) for side in sides[:-1]] + [torch.fft.rfftfreq(sides[-1])]
     frequency = torch.stack(torch.meshgrid(*by_side, indexing="ij")).square().sum(0).sqrt()
     # The mean has frequency 0, by which nothing can be divided. It gets the lowest other frequency.

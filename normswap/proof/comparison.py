@@ -715,7 +715,8 @@ class _Comparison:
         values = inside(module, example)
         rounded: list[Outputs] = []
         if allowance.is_half(self.precision) and self.source.has_double:
-            # The forward is the user's: it may not run in float64.
+            # The forward is the user's: it may not run in float64. In the context `Widening`,
+            # tensors that it makes in float32 are made in float64.
             with Widening(), suppress(Exception):
                 rounded.append(inside(to_double(module), example.map_floats(Tensor.double)))
         by_double = bool(rounded)

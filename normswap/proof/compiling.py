@@ -109,6 +109,7 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
     if network.has_double:
         double_example = example.map_floats(Tensor.double)
         double_outputs = running.outputs_double(network.module, double_example)
+        # In this context, tensors that a forward makes in float32 are made in float64.
         with Widening():
             if gradients:
                 double_gradients = _gradients(to_double(network.module), double_example)
@@ -219,6 +220,7 @@ def first_compiled_layer_apart(
     torch._dynamo.reset()
     compiled.compile()
     hooks = [module.register_forward_hook(keep) for module in nn.Module.modules(compiled)]
+    # With the fallback, random numbers are the same as in eager mode.
     with hooked(hooks), config.patch(fallback_random=True):
         running.run(compiled, example)
 

@@ -148,6 +148,7 @@ def _against(
     error = error_of(reference, parts(example) or {})
     if not error.relative_l2 <= allowance.FLOAT64_BASE:
         result = make()
+        # In this context, tensors that a forward makes in float32 are made in float64.
         with Widening():
             outputs, _ = run(result, example)
         error = error_of(reference, outputs)

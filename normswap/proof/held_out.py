@@ -222,7 +222,8 @@ def measured(
     Raises:
         VerificationError: One of the networks does not run.
     """
-    # No error is reported from here, so no precision is named.
+    # No error is reported from here, so no precision is named. `like` gives a call the network's
+    # device and dtype.
     distances = OutputDistances("", exact=False, anatomy=anatomy)
     for example in held:
         pair = running.both(source, result, example.like(source))

@@ -105,6 +105,8 @@ def run(
         if path in present
     ]
 
+    # The network runs in eval mode. What its forward writes to it is undone, and the tensors that
+    # it makes have the caller's default dtype.
     with hooked(handles), with_heads(model) if heads else undisturbed(model), callers_dtype():
         output = example.call_on_copies(model)
     return outputs_of(output), values
@@ -220,6 +222,7 @@ def outputs_double(model: nn.Module, example: Example) -> Outputs:
     if outputs is not None:
         return outputs
     double = to_double(model)
+    # In this context, tensors that a forward makes in float32 are made in float64.
     with Widening():
         return run(double, example)[0]
 
@@ -246,6 +249,7 @@ def by_parts(
     """
     casts = _CastsWhileRunning(replacements or {}, tensors or {})
     handles = casts.hooks(model)
+    # In the context `Widening`, tensors that a forward makes in float32 are made in float64.
     try:
         with hooked(handles), Widening():
             return run(model, example)[0]
@@ -383,6 +387,7 @@ def noise(
     Raises:
         VerificationError: The network runs on none of these calls.
     """
+    # A tensor of the network, whose device and dtype the noise gets.
     like = calling.anchor(model)
     generator = torch.Generator().manual_seed(seed)
     # A call with empty tensors, which shows how images are given to the network.

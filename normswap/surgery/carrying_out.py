@@ -136,6 +136,8 @@ def images_for(chosen: Chosen, network: Network) -> Batches | None:
     if not chosen.fits:
         return None
 
+    # A step that measures statistics needs real images. Any other step can also be fitted to
+    # synthetic ones.
     images = network.images
     remedy = f"Give `{spelled('calibrate', metavar='DATA')}` (images, no labels needed)"
     if chosen.measures and (images is None or isinstance(images, SyntheticImages)):

@@ -808,6 +808,8 @@ def _training(model: nn.Module, seed: int) -> Iterator[None]:
     numpy_state = np.random.get_state()
     model.train()
 
+    # What is entered or registered here is undone at the end, in reverse. Tensors that the forward
+    # makes get the caller's default dtype, or float64 in a network in float64 (`Widening`).
     with ExitStack() as stack:
         stack.callback(random.setstate, python_state)
         stack.callback(np.random.set_state, numpy_state)
