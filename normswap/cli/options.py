@@ -529,7 +529,8 @@ def _scalar(text: str) -> Value:
     # `capitalize` makes Python's True, False and None of true, false and none.
     try:
         value: Value = ast.literal_eval(text.capitalize())
-    except (ValueError, SyntaxError):
+    # Python's reader raises these for what it cannot read, or finds nested too deeply.
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text
     return value
 

@@ -287,6 +287,8 @@ def test_a_scope_is_shown_without_brackets(capfd: Capture) -> None:
         ("16,32, 64", [16, 32, 64]),
         ("1,0.5,a", [1, 0.5, "a"]),
         ("8,", [8]),
+        ("{[]}", "{[]}"),
+        ("{{}:1}", "{{}:1}"),
     ],
 )
 def test_values_of_arch_arg(text: str, value: Any) -> None:
