@@ -84,6 +84,7 @@ def find(builder: PlanBuilder) -> list[Branches]:
             if all(term.source is source for term in terms):
                 merged = replace(merged, after=_scale_after(builder, node))
             merges.append(merged)
+    # The nodes went backwards, and the groups are returned in the order of the forward.
     return merges[::-1]
 
 
@@ -158,6 +159,7 @@ def _term(builder: PlanBuilder, end: fx.Node, barrier: fx.Node | None) -> _Term:
         if isinstance(module, _ConvNd) and _may_join(builder, node):
             return _Term(str(node.target), _source(builder, node), barrier)
         if _is_scale(builder.traced.site_at(node)) and _may_join(builder, node):
+            # The first scale on the way up is the last one in the forward.
             scale = scale or node
 
             # A norm may fold into a convolution before it, so the search goes on. An own layer

@@ -291,6 +291,7 @@ def _producing_nodes(
     _check_only_user(builder, node)
     if channels > 1 and (stepped or isinstance(traced.module(node), nn.Linear)):
         _check_axis(builder, value, node)
+    # None says that the layer makes all channels of the norm's input.
     yield node, None
 
 

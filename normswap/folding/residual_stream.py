@@ -78,6 +78,7 @@ def around(builder: PlanBuilder, starts: Sequence[fx.Node]) -> Stream:
     # The writers can be checked only now that all values of the stream are known.
     for path in stream.linears:
         _check_can_leave_mean_out(builder, stream, path)
+    # The paths are copied, because `_check_tensor` writes to the dict.
     for path in [*stream.tensors]:
         _check_tensor(builder, stream, path)
     return stream

@@ -28,7 +28,11 @@ def tap_offsets(conv: _ConvNd) -> list[range]:
 
 
 class Merged(PlannedLayer):
-    """A convolution that absorbs others with the same input, and affine maps of their sum."""
+    """A convolution that has absorbed parallel branches: its output is the sum of all of them.
+
+    The branches are convolutions, or scales and shifts, that read the same input. A scale and shift
+    of the sum is absorbed, too.
+    """
 
     @classmethod
     def replacing(

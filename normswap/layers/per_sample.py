@@ -121,7 +121,10 @@ def _empty_group_norm(old: nn.Module, *, like: Tensor, groups: int, eps: float) 
 
 
 class Rescaled(PlannedLayer):
-    """The convolution before a GroupNorm, scaled so that all groups have the same mean variance."""
+    """The convolution before a GroupNorm, whose outputs are scaled and shifted per channel.
+
+    Each channel then has mean 0, and all groups of channels have the same mean variance.
+    """
 
     @classmethod
     def replacing(

@@ -235,7 +235,10 @@ def torchs_own(norm: SiteNorm, dims: int) -> _BatchNorm:
 
 
 class EmptyNorm(PlannedLayer):
-    """A BatchNorm in place of a per-sample norm. `sequential_fit` sets its values."""
+    """A BatchNorm in place of a norm that takes statistics of each sample or position.
+
+    Its running mean is 0 and its variance 1, until `sequential_fit` sets its tensors.
+    """
 
     KEEPS_NORM = True
 

@@ -81,9 +81,9 @@ def plan(
         group_size: The number of channels of each group, unless it is 0.
         relative_eps: The eps of the norms, in multiples of the mean variance of the norm's
             channels. Unless it is 0, channels may be rescaled, by a convolution right before the
-            norm or by a `ChannelAffine`. With r = `relative_eps`, a sample whose variance is d^2
-            times the average is divided by sqrt((r + d^2) / (r + 1)) times what an average sample
-            is divided by.
+            norm or by a `ChannelAffine`. The larger the eps, the less the divisor depends on the
+            sample. With r = `relative_eps`, a sample of d times the average deviation is divided by
+            sqrt((r + d^2) / (r + 1)) times the divisor of an average sample.
     """
     builder, norms = replaceable_batchnorms(anatomy, "norm with statistics per sample")
     # The number of groups of each new norm, by its path.
@@ -144,7 +144,11 @@ def _refusal_of_one_element(norm: Site) -> str:
 
 
 def _note_on_eps(relative_eps: float) -> str:
-    """Return the sentence that tells the user what an eps of `relative_eps` mean variances does."""
+    """Return a sentence that tells the user what the chosen eps does.
+
+    Args:
+        relative_eps: The eps, in multiples of the mean variance of a norm's channels.
+    """
     share = relative_eps / (1 + relative_eps)
     return (
         f"eps is {relative_eps:g} times the mean variance, so {share:.0%} of variance + eps is"

@@ -25,8 +25,8 @@ def replaceable_batchnorms(
 
     Args:
         anatomy: The recorded network.
-        replacement: The name of the layers that will stand in their place, for the refusal's
-            sentence.
+        replacement: What will stand in their place, in words such as `Dynamic Tanh`, for the
+            message of the refusal.
 
     Returns:
         The plan in the making, and the BatchNorms that can be replaced, by path.

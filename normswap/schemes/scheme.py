@@ -169,7 +169,7 @@ def check_given(
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names as one text, sorted and spelled as the command line spells them."""
+    """Return the names of options as one text, sorted, in the spelling of the command line."""
     return ", ".join(name.replace("_", "-") for name in sorted(names))
 
 

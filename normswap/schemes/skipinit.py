@@ -204,7 +204,7 @@ def _divide_branch(builder: PlanBuilder, block: Block, tail: str) -> float | Non
 
 
 def _learns(module: nn.Module) -> TypeGuard[BranchScale]:
-    """Whether a module is a learnable scalar at the end of a residual branch."""
+    """Whether a module ends a residual branch with one number, y = alpha x, that learns."""
     return scales_branch(module) and module.learns
 
 

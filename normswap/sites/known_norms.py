@@ -214,7 +214,8 @@ def kind_of(module: nn.Module) -> NormKind | None:
     if registered is not None:
         return registered
 
-    # The nearest class in the table decides.
+    # The nearest class in the table decides. An InstanceNorm has a record of its own if it keeps
+    # running statistics, because it uses them in eval mode.
     nearest = _nearest_class(type(module))
     if nearest is _InstanceNorm and _keeps_statistics(module):
         return _TRACKED
