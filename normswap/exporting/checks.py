@@ -108,21 +108,29 @@ class Figures:
 
     @property
     def place(self) -> str:
-        """The first layer that is wrong in the file, as text. Empty where it is not known."""
+        """Words for an error that say where the file is wrong first.
+
+        They name the first layer that computes something else, or a weight that is nowhere in the
+        file. They are empty if neither is known.
+        """
         if self.apart:
             return f"first at {self.apart}"
         return f"{self.missing} is nowhere in the file" if self.missing else ""
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance, in a comparison that could have shown one."""
+        """Whether the file passed the check: its error is at most the tolerance.
+
+        A comparison in which a mistake could not have shown (`unproved`) is not passed.
+        """
         return self.relative_l2 <= self.tolerance and not self.unproved
 
     @property
     def points_lost(self) -> float | None:
-        """The points of top-1 that the file loses, or of agreement where there are no labels.
+        """How many percentage points of top-1 the file has less than the network.
 
-        None where neither is known.
+        Without labels, it is the percentage of images for which the answers of the two differ. It
+        is None if neither is known.
         """
         if self.top1 is not None and self.source_top1 is not None:
             return self.source_top1 - self.top1
@@ -159,17 +167,24 @@ class Reference:
     unfolded: Callable[[], AbstractContextManager[Runs]] | None = None
 
     def expected(self, answers: Outputs) -> Outputs:
-        """Return the outputs that the file must give: `answers` of the source, or their softmax."""
+        """Return the outputs that the file must give, by name.
+
+        They are the network's outputs, or their softmax if the file gives probabilities.
+
+        Args:
+            answers: The network's outputs, by name.
+        """
         if not self.softmax:
             return answers
         return {name: logits.softmax(-1) for name, logits in answers.items()}
 
     def answers(self, runs: Runs, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the file's outputs, in order.
+        """Run a file on the network's inputs, and return its outputs in order.
 
         Args:
-            runs: The file in its runtime.
-            x: The inputs as the network takes them. The first of them is changed by `raw`.
+            runs: The file in its runtime: a function from input tensors to output tensors.
+            x: The inputs as the network takes them. The first of them, the images, are turned into
+                what the file takes (`raw`).
         """
         inputs = (self.raw(x[0]), *x[1:])
         # A file may write into its input, as the network's forward did.
@@ -246,9 +261,18 @@ def check(
 def _with_first_wrong_layer(
     figures: Figures, reference: Reference, inside: Inside | None, example: Example, dtype: str
 ) -> Figures:
-    """Return the figures, with the first layer where the file is off if it can be found.
+    """Return the figures of a check, with the first wrong layer of the file added.
 
-    It is looked for where the file does not pass, and in every int8 file.
+    The layer is looked for if the file did not pass, and in every int8 file. If it is not found,
+    the figures are returned as they are.
+
+    Args:
+        figures: The figures of the check.
+        reference: The network, and how the file's inputs and outputs differ from the network's.
+        inside: A function that returns the network, and the file as a function that returns all
+            values inside. None if no layer is looked for.
+        example: A call of the network.
+        dtype: The precision of the file.
     """
     # A failure here must not hide the figures, which tell the user how far the file is off.
     with suppress(Exception):
@@ -265,9 +289,15 @@ def _with_first_wrong_layer(
 
 
 def _is_nearly_zero(figures: Figures, compared: _Compared) -> bool:
-    """Whether the network's outputs are nearly zero, and so is the first layer where the file errs.
+    """Whether a file is wrong only in values that are nearly zero.
 
-    All layers before that layer are right, so a runtime's rounding near zero may explain the error.
+    This is so if the network's outputs are nearly zero, and its value in the first wrong layer of
+    the file is, too. All layers before that layer are right. So rounding near zero in the runtime
+    may explain the error.
+
+    Args:
+        figures: The figures of the check, with the first wrong layer.
+        compared: The comparison that the figures are from.
     """
     if not compared.peaks or max(compared.peaks.values()) >= _NEARLY_ZERO:
         return False
@@ -284,21 +314,23 @@ class _Compared:
     Attributes:
         first: The call of the first batch, or None before it.
         distances: How far the file is from the network, over all batches.
-        rounding: By output, how far the network with rounded numbers is from the source, on the
-            first batches.
+        rounding: By output, how far the network moves if its numbers are rounded to the file's
+            precision, on the first batches.
         peaks: By output, the largest absolute value of the source's scores.
         outputs: The source's outputs on the first batch.
-        hits: By output, how many images get their label as class.
-        changes: By output, how far it moves from sample to sample, as a relative L2.
+        hits: By output, for how many images the top class is the label.
+        changes: By output, the largest relative L2 distance between two samples. It shows whether
+            the output depends on the input at all.
         expected: The right answers of the file to the first batch: `outputs`, or their softmax.
         of_samples: The names of the outputs that had a row for each sample in every batch.
-        inputs: The inputs of the first batches, of `_KEPT` samples or so in all.
+        inputs: The inputs of the first batches, with about `_KEPT` samples in all.
     """
 
     def __init__(self, reference: Reference, dtype: str) -> None:
         self.reference = reference
         self.dtype = dtype
         self.first: Example | None = None
+        # A file gives float32, whatever its own precision.
         self.distances = OutputDistances("float32", anatomy=reference.anatomy)
         names = reference.signature.outputs
         self.rounding = {name: Distance() for name in names}
@@ -375,7 +407,7 @@ class _Compared:
 
         Args:
             example: The call of this batch.
-            expected: The right outputs of the file for this batch.
+            expected: The outputs that the file must give for this batch.
         """
         for name, value in expected.items():
             # Compare all samples of this batch with its first.
@@ -391,14 +423,14 @@ class _Compared:
             self.changes[name] = max(self.changes[name], distance(first, value).relative_l2)
 
     def _unproved(self, allowed: dict[str, float]) -> str:
-        """Return why the comparison could not have shown a mistake, or "" if it could.
+        """Return a reason why this comparison proves nothing about the file, or "" if it does.
 
         A mistake shows in an output that changes by more than its allowed error between two inputs.
 
         Args:
             allowed: The relative L2 that is allowed, by output.
         """
-        # int8 claims nothing, so that nothing needs to be proved.
+        # A file in int8 does not claim to compute what the network does. Nothing is to be proved.
         if self.dtype == "int8":
             return ""
         if min(allowed.values()) >= allowance.PROVES_NOTHING:
@@ -407,8 +439,8 @@ class _Compared:
         def moves() -> bool:
             return any(change > allowed[name] for name, change in self.changes.items())
 
-        # With a single sample, or with one output for all samples, the batches show no change. So
-        # the network is run on another input.
+        # With a single sample, or if all samples have one output, the batches show no change. So
+        # the network is also run on a changed input.
         if not moves():
             self._change_the_input()
         if not moves():
@@ -416,12 +448,15 @@ class _Compared:
         return ""
 
     def _change_the_input(self) -> None:
-        """Note in `changes` how far the source's outputs move when the first batch is changed."""
+        """Run the network on a changed copy of the first batch, and note how far its outputs move.
+
+        The distances replace those in `changes`.
+        """
         assert self.first is not None
         other = running.with_other_values(self.first)
         reference = self.reference
-        # The forward is the user's, and may raise anything for other numbers. If it does, each
-        # output counts as one that depends on them.
+        # The forward is the user's, and may raise anything for other numbers. If it does, every
+        # output counts as one that depends on the input: its change is infinite.
         moved: Outputs = {}
         with suppress(Exception):
             answers = reference.signature.answers(reference.source, tuple(other.tensors()))
@@ -433,13 +468,13 @@ class _Compared:
             self.changes[name] = distance(self.expected[name], value).relative_l2
 
     def _add_rounding(self, tensors: tuple[Tensor, ...], expected: Outputs) -> None:
-        """Measure how far rounding to the file's precision moves the network's outputs.
+        """Measure how far rounding to the file's precision moves the outputs of the network.
 
-        It is measured on the first `_ROUNDED` samples or so.
+        It is measured on the first batches only, until they have `_ROUNDED` samples.
 
         Args:
             tensors: The inputs of a batch.
-            expected: The right outputs of the file for this batch.
+            expected: The outputs that the file must give for this batch.
         """
         rounded = self.reference.rounded
         if rounded is None or self.distances.count >= _ROUNDED:
@@ -461,7 +496,8 @@ class _Compared:
         allowed_at = {name: self._allowed(name) for name in by_output}
 
         def excess(name: str) -> float:
-            # The smallest divisor keeps an allowed error of 0 from dividing by 0.
+            # A ratio above 1 means that the error is too large. 1e-300 takes the place of an
+            # allowed error of 0, by which nothing can be divided.
             return by_output[name].relative_l2 / max(allowed_at[name], 1e-300)
 
         worst = max(by_output, key=excess)
@@ -500,10 +536,14 @@ class _Compared:
         )
 
     def _answer_figures(self) -> tuple[Agreement | None, _Hits]:
-        """Return the agreement and the hits of the output that is the answer.
+        """Return how often the file agrees with the network, and how often both are right.
 
-        The agreement is None, and there are no hits, where no output is the answer. The agreement
-        is also None where it was not measured on all samples.
+        Both are counted at the output that is the network's answer, such as the logits.
+
+        Returns:
+            The share of equal answers, or None if no output is the answer or if the share was not
+            measured on all samples. And the counts of images whose top class is their label, which
+            are 0 if no output is the answer.
         """
         by_output = self.distances.by_output
         # Among several outputs, the answer is told by its name. A single output is the answer.
@@ -521,14 +561,16 @@ class _Compared:
         return agreement, self.hits[names[0]]
 
     def _remark_on_labels(self, labels: list[str]) -> str:
-        """Return a remark that only labels were compared, which hide small errors of the scores.
+        """Return a remark for the user that labels were compared, and not the scores behind them.
 
-        It is empty where no output is labels, in int8, and where labels could not be compared.
+        Equal labels hide small errors of the scores. The remark is empty if no output is labels, if
+        the file is in int8, and if the labels could not be compared.
 
         Args:
             labels: The names of the outputs that are labels.
         """
-        # For labels, the distance is the share that differs. int8 claims nothing of any output.
+        # The distance of two outputs that are labels is the share of labels that differ. A file in
+        # int8 needs no remark, as it does not claim to be exact.
         differing = [self.distances.by_output[name].relative_l2 for name in labels]
         if not labels or self.dtype == "int8" or not math.isfinite(max(differing)):
             return ""
@@ -539,21 +581,27 @@ class _Compared:
         return f"only labels were compared{where}, not the scores behind them: {equal} are equal"
 
     def _allowed(self, name: str) -> float:
-        """Return the relative L2 error that is allowed at one output."""
+        """Return the relative L2 error that is allowed at one output of the file.
+
+        Args:
+            name: The name of the output.
+        """
         distance_of_file = self.distances.by_output[name]
         if self.dtype == "int8":
-            # Half of the labels that random guesses get wrong may differ.
+            # If the output is labels, the error is the share of labels that differ. Half as many
+            # may differ as random guesses would get wrong. Any other output has a fixed limit.
             return distance_of_file.of_guesses / 2 if distance_of_file.are_labels else _INT8
 
         base = allowance.FLOAT32_BASE
-        # For p = softmax(z), dp / p = dz - sum p dz, so |dp| / |p| <= 2 max |dz|.
+        # A softmax enlarges errors: for p = softmax(z), dp / p = dz - sum p dz, so |dp| / |p| <= 2
+        # max |dz|. A score of size `peaks` is off by up to `base` times its size.
         if self.reference.softmax:
             base *= max(1.0, 2 * self.peaks[name])
         # Eleven files in half precision were off by 0.1 to 1.4 times what rounding costs.
         cost = self.rounding[name].relative_l2
         allowed = Allowance(self.dtype, base, cost, allowance.ROUNDING).most
-        # How much the network enlarges rounding errors takes several runs. So it is measured only
-        # where the error exceeds what every network is allowed.
+        # Measuring how much this network enlarges rounding errors takes several runs of it. So it
+        # is measured only if the error exceeds what every network is allowed.
         if distance_of_file.relative_l2 <= allowed:
             return allowed
         return Allowance(self.dtype, allowed, self._own_change(name), allowance.STRAYING).most
@@ -578,11 +626,11 @@ class _Compared:
         return distances.error().relative_l2
 
     def _own_change(self, name: str) -> float:
-        """Return how far rounding alone moves one output of the source, on the first batch.
+        """Return how far rounding alone moves one output of the network, as a relative L2.
 
-        The source is run in float64, and in its own precision with the last digit of its input, and
-        of its weights, changed. The distance is large if the network enlarges rounding errors from
-        block to block.
+        The network is run in float64, and in its own precision with the last digit of its input or
+        of its weights changed. The largest distance of these outputs from the usual ones is
+        returned. It is large if the network enlarges rounding errors from block to block.
 
         Args:
             name: The name of the output.
@@ -590,6 +638,7 @@ class _Compared:
         assert self.first is not None
         source = self.reference.source
         answers = self.reference.signature.answers
+        # `outputs_double` returns all tensors that the network gives, in order.
         first_in_double = self.first.map_floats(Tensor.double)
         double_outputs = list(running.outputs_double(source, first_in_double).values())
         in_double = double_outputs[self._place(name)]
@@ -606,13 +655,18 @@ class _Compared:
         return max(filter(math.isfinite, changes), default=0.0)
 
     def _place(self, name: str) -> int:
-        """Return the index of one of the file's outputs among all tensors the source returns."""
+        """Return the position of an output of the file among all tensors that the network returns.
+
+        Args:
+            name: The name of the output.
+        """
         assert self.first is not None
         signature = self.reference.signature
         if signature.whole:
             return signature.outputs.index(name)
 
-        # The answer may stand beside other tensors, in a structure that only the forward knows.
+        # A file that is not `whole` has one output, the network's answer. The network may return
+        # other tensors beside it, so the answer is looked for among all of them.
         with torch.no_grad():
             output = self.first.call_on_copies(self.reference.source)
         chosen = answer(output)
@@ -621,7 +675,11 @@ class _Compared:
 
 
 class _Hits:
-    """The number of images whose top class is their label, for the source and for its file."""
+    """Counts the images whose top class is their label, for the network and for its file.
+
+    `labelled` is the number of images that have a usable label. `right` is the number of them whose
+    top class is the label, for `source` and for `file`.
+    """
 
     def __init__(self) -> None:
         self.labelled = 0
@@ -646,7 +704,7 @@ class _Hits:
             self.right[who] += int((scores.argmax(1) == labels).sum())
 
     def top1(self, who: str, count: int) -> float | None:
-        """Return the top-1 of `source` or `file` in percent.
+        """Return the top-1 accuracy of `source` or `file` in percent, or None.
 
         The result is None unless each of `count` images has a label that is a class of the network.
 
@@ -654,6 +712,7 @@ class _Hits:
             who: `source` or `file`.
             count: The number of all images, labelled or not.
         """
+        # All of at least one image must have a usable label.
         if not self.labelled == count > 0:
             return None
         return 100 * self.right[who] / count

@@ -44,8 +44,8 @@ def write(contents: FileContents, file: Path) -> None:
             f"{file.name} is no name of a Core ML package", f"it has to end in {_ENDING}"
         )
 
-    # coremltools halves the weights itself. It gets the network, or a simpler form of it if it
-    # refuses the first.
+    # coremltools takes a network in float32, and converts it to float16 itself. If it refuses the
+    # network, it gets one with simpler operators.
     in_float32 = contents.in_float32
     half = contents.network.dtype == torch.float16
     converted = or_simpler(in_float32, lambda network: _converted(network, in_float32, half=half))
@@ -61,11 +61,11 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLModel:
-    """Return Core ML's model of a network in float32.
+    """Return a network in float32 as Core ML's model.
 
     Args:
-        network: The network, or a simpler form of it.
-        contents: The names and the example inputs of the file.
+        network: The network, or the same network in simpler operators.
+        contents: The names of the file's inputs and outputs, and its example inputs.
         half: Whether the model computes in fp16.
 
     Raises:
@@ -94,9 +94,16 @@ def _converted(network: nn.Module, contents: FileContents, *, half: bool) -> MLM
 
 
 def _require_names(spec: Model, signature: Signature) -> None:
-    """Refuse a file in which an input or output has another name than the signature says.
+    """Check that the inputs and outputs of a Core ML model have the names that they should have.
 
-    This happens where coremltools merges two outputs.
+    They do not if coremltools has merged two outputs.
+
+    Args:
+        spec: The parsed content of the model.
+        signature: The right names.
+
+    Raises:
+        RefusedError: A name is another one.
     """
     interface = spec.description
     names = [feature.name for feature in (*interface.input, *interface.output)]
@@ -108,8 +115,9 @@ def _require_names(spec: Model, signature: Signature) -> None:
 
 
 def open(file: Path) -> Runs:
-    """Return the file in its runtime: a function from input tensors to the output tensors.
+    """Open a Core ML package in Core ML, and return a function that runs it.
 
+    The function takes the file's input tensors and returns its output tensors.
     It runs on the CPU of macOS.
     """
     require_own_files(file)
@@ -129,7 +137,7 @@ def open(file: Path) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """Return how many operators of each kind the file has, the most frequent kind first.
+    """Return how many operators of each kind a Core ML package has, the most frequent first.
 
     Constants are not counted.
     """
@@ -139,13 +147,16 @@ def nodes(file: Path) -> dict[str, int]:
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """Return the texts that were stored in the file as its metadata, by their keys."""
+    """Return the texts that `export` stored in a Core ML package as metadata, by their keys.
+
+    An example is the name of the source network, with the key `source`.
+    """
     texts = _spec(file).description.metadata.userDefined
     return {key: value for key, value in texts.items() if not key.startswith(_TOOL)}
 
 
 def _spec(file: Path) -> Model:
-    """Return Core ML's record of the model: its graph, interface and metadata.
+    """Return the parsed content of a Core ML package: its graph, inputs, outputs and metadata.
 
     Raises:
         SourceError: A file of the model lies outside of the package.
@@ -158,7 +169,12 @@ def _spec(file: Path) -> Model:
 
 
 def require_own_files(package: Path) -> None:
-    """Check that a package's files, and all that its manifest names, lie in the package.
+    """Check that a Core ML package, which is a directory, uses no files outside of it.
+
+    Neither a link in it nor a path in its manifest may lead out of it.
+
+    Args:
+        package: The path of the package.
 
     Raises:
         SourceError: An entry is a link, or a path, that leads elsewhere.

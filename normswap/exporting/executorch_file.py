@@ -39,12 +39,26 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _traced(contents: FileContents) -> ExportedProgram:
-    """Return torch.export's program of the network, with precomputed constants."""
+    """Return a network as a program of torch.export.
+
+    Values that depend on no input are computed here and stored as constants, not at each run.
+
+    Args:
+        contents: The network and its example inputs.
+    """
     return pt2_file.traced(contents, simpler_graph.with_constants(contents))
 
 
 def _lowered(program: ExportedProgram, contents: FileContents) -> bytes:
-    """Return the bytes of the .pte file of a program, with the metadata as a method."""
+    """Return the bytes of a .pte file, made from a program of torch.export.
+
+    XNNPACK computes all operators that it has. The method `normswap` of the file returns the
+    metadata.
+
+    Args:
+        program: The program.
+        contents: The contents of the file, with the metadata.
+    """
     with silent():
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
@@ -76,7 +90,9 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def open(file: Path) -> Runs:
-    """Return the file in its runtime: a function from input tensors to the output tensors.
+    """Open a .pte file in ExecuTorch, and return a function that runs it.
+
+    The function takes the file's input tensors and returns its output tensors.
 
     It runs on the CPU.
     """
@@ -92,12 +108,13 @@ def open(file: Path) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """Return how many operators of each kind the file has, the most frequent kind first."""
+    """Return how many operators of each kind a .pte file has, the most frequent kind first."""
     kinds = []
     # The file has a plan for each method, and a plan has chains of instructions.
     for plan in _program(file).execution_plan:
         for instruction in (each for chain in plan.chains or [] for each in chain.instructions):
-            # An instruction calls a delegate such as XNNPACK, or an operator, or does neither.
+            # An instruction calls an operator, or a delegate such as XNNPACK, which computes a part
+            # of the graph. Other instructions, such as jumps, are not counted.
             call = instruction.instr_args
             if hasattr(call, "delegate_index"):
                 kinds.append(plan.delegates[call.delegate_index].id)
@@ -108,7 +125,10 @@ def nodes(file: Path) -> dict[str, int]:
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """Return the texts that were stored in the file as its metadata, by their keys."""
+    """Return the texts that `export` stored in a .pte file as metadata, by their keys.
+
+    An example is the name of the source network, with the key `source`.
+    """
     # A file of another program has no method of this name. The method returns one constant, a text.
     plans = {plan.name: plan for plan in _program(file).execution_plan}
     if _METADATA not in plans:
@@ -118,7 +138,7 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _program(file: Path) -> Program:
-    """Return the program that a .pte file holds, as ExecuTorch's records. It is not run."""
+    """Return the parsed content of a .pte file, which is not run."""
     with silent():
         from executorch.exir._serialize._program import deserialize_pte_binary
 

@@ -34,6 +34,8 @@ from normswap.provenance import Provenance
 class ExportedFile:
     """An exported file, with its format, its metadata and its sidecar.
 
+    A sidecar is the JSON file beside an exported file. It says what goes in and what comes out.
+
     Args:
         file: The path of the file.
         form: The format of the file.
@@ -48,7 +50,12 @@ class ExportedFile:
 
     @classmethod
     def find(cls, name: str) -> ExportedFile | None:
-        """Return the file that MODEL names, or None if it names no exported file.
+        """Return the exported file that a command's argument MODEL names.
+
+        The result is None if MODEL is no path of an exported file, but names a network.
+
+        Args:
+            name: MODEL, as the user typed it.
 
         Raises:
             OptionError: A package that reads the format is not installed.
@@ -77,18 +84,19 @@ class ExportedFile:
 
     @property
     def precision(self) -> str:
-        """The precision of the weights. It is fp32 if the file does not say it."""
+        """The precision of the weights, such as fp16. It is fp32 if the file does not say it."""
         return self.metadata.get("dtype", "fp32")
 
     @property
     def takes_images(self) -> bool:
-        """Whether images go in, and the file says how they are prepared."""
+        """Whether the file takes images, and its sidecar says how they are prepared."""
         return "normalize" in self.body
 
     def described(self) -> Body:
-        """Return a dict that describes the file: its format, size, operators, metadata and sidecar.
+        """Return a dict that describes the file, for `normswap inspect`.
 
-        The file is not run.
+        It has the format, the size in bytes, the number of operators by kind, the metadata and the
+        content of the sidecar. The file is not run.
         """
         form = self.form
         nodes = self.form.functions.nodes(self.file)
@@ -150,7 +158,7 @@ class ExportedFile:
 
     @property
     def shape(self) -> tuple[int | None, tuple[int, ...]]:
-        """The number of images that the file takes at a time, and their size (C, H, W).
+        """A pair: the number of images that the file takes at a time, and their size (C, H, W).
 
         The number is None if the file takes any number.
 
@@ -159,13 +167,17 @@ class ExportedFile:
         """
         if not self.takes_images:
             self._require_images()
+        # The sidecar of a file with one answer has "input". If all outputs of the network come out,
+        # it has "inputs", and the images are the first of them.
         if "input" in self.body:
             return self.body["input"]["batch"], tuple(self.body["input"]["size"])
         batch, *size = self.body["inputs"][0]["shape"]
         return batch, tuple(size)
 
     def request(self, model: nn.Module) -> ExportRequest:
-        """Return the request by which `export` would write `model` as this file.
+        """Return the request to `export` by which a network would be written as this file is.
+
+        Its options are read from the file, so that the file can be compared with the network.
 
         Args:
             model: The network that the file should compute. It stays as it is.
@@ -174,7 +186,8 @@ class ExportedFile:
             SourceError: The file does not say how it was made.
             OptionError: The network takes inputs of another shape than the file.
         """
-        # The file's inputs are written into the record of a copy.
+        # The sizes and names of the file's inputs are written into the record of a copy, in place
+        # of what the network itself states.
         model = copying.twin(model)
         dtype = self.precision
 
@@ -200,7 +213,7 @@ class ExportedFile:
         return ExportRequest.of(for_size(model, size), self.file, self.form, None, settings)
 
     def _require_images(self) -> None:
-        """Refuse a file that does not say how its images are prepared, or takes other inputs."""
+        """Raise SourceError unless the file takes images and says how to prepare them."""
         if not {"input", "normalize", "output"} <= self.body.keys():
             what = "does not say how images are prepared for it"
             why = "`normswap export` did not write it"
@@ -246,10 +259,10 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
 
 
 class FileNetwork(nn.Module):
-    """A file as a module, which takes images (N, C, H, W) and returns the file's answer.
+    """A module that runs an exported file. Images (N, C, H, W) go in, its answer comes out.
 
     Args:
-        runs: Calls the file in its runtime.
+        runs: A function that runs the file in its runtime.
         batch: The number of images that the file takes at a time. None if it is free.
         probabilities: Whether the file gives probabilities. The module then gives their logarithms,
             which are scores as a network gives them.
@@ -263,7 +276,11 @@ class FileNetwork(nn.Module):
         self.runs = (runs,)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the file's outputs for all images, as many at a time as the file takes."""
+        """Run the file on as many images at a time as it takes, and return the outputs for all.
+
+        Args:
+            images: Images (N, C, H, W), as the file takes them.
+        """
         outputs_of_batches = [
             together(self.runs[0](batch.clone()))
             for batch in images.split(self.batch or len(images))
@@ -272,6 +289,8 @@ class FileNetwork(nn.Module):
             torch.cat(values_of_output)
             for values_of_output in zip(*outputs_of_batches, strict=True)
         )
+        # The logarithm of a probability that the file rounded to 0 would be infinite, so the
+        # smallest positive number takes its place.
         if self.probabilities:
             return answers[0].clamp_min(torch.finfo(torch.float32).tiny).log()
         return alone(answers)

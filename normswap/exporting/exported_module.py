@@ -34,8 +34,9 @@ class Shipped(nn.Module):
         softmax: Whether it gives probabilities.
 
     Attributes:
-        dtype: The type of its arithmetic.
-        stored: The type in which the file stores the weights of layers, which are rounded to it.
+        dtype: The type in which the file computes.
+        stored: The type in which the file stores the weights of layers. In a bfloat16 file it
+            differs from `dtype`, which is float32.
     """
 
     mean: Tensor | None
@@ -52,25 +53,29 @@ class Shipped(nn.Module):
         super().__init__()
         self.network = network
         self.signature = signature or Signature.of_images(network, "logits")
+        # `in_half` changes these.
         self.dtype = self.stored = torch.float32
         self.normalization = normalization
         self.softmax = softmax
+        # Without normalization, the buffers `mean` and `std` are None.
         for name, values in zip(("mean", "std"), normalization or (None, None), strict=True):
             self.register_buffer(name, values)
         self.eval().requires_grad_(False)
 
     def around(self, network: nn.Module) -> Shipped:
-        """Return a module with the same signature, normalization and softmax around a network.
+        """Return a copy of this module that holds another network.
+
+        The copy has the same inputs and outputs, normalization and softmax, and is in float32.
 
         Args:
-            network: The network, in float32.
+            network: The other network, in float32.
         """
         return Shipped(
             network, self.signature, normalization=self.normalization, softmax=self.softmax
         )
 
     def in_half(self, dtype: torch.dtype) -> Shipped:
-        """Change to half precision, in place, and return itself.
+        """Convert this module to half precision, in place, and return it.
 
         Args:
             dtype: The precision: float16 for weights and arithmetic, or bfloat16 for weights alone.
@@ -80,6 +85,7 @@ class Shipped(nn.Module):
             self.network.half()
             self.dtype = dtype
             return self
+        # In bfloat16, the weights of layers are rounded but stay in float32.
         for module in nn.Module.modules(self.network):
             if isinstance(module, LINEAR):
                 module.weight.copy_(module.weight.bfloat16())
@@ -87,10 +93,14 @@ class Shipped(nn.Module):
 
     @torch.no_grad()
     def rounded(self, dtype: torch.dtype) -> Shipped:
-        """Return a copy that computes in float32 with weights rounded to `dtype`.
+        """Return a copy that shows how much rounding to half precision costs the network.
 
-        For float16, the outputs of its layers are rounded as well, since the file computes in
-        float16. A bfloat16 file computes in float32.
+        The copy computes in float32, with weights rounded to the given type. For float16, the
+        outputs of layers are rounded as well, since a float16 file computes in float16. A bfloat16
+        file computes in float32.
+
+        Args:
+            dtype: float16 or bfloat16.
         """
         twin = copying.duplicate(self.network, {})
         for tensor in nn.Module.parameters(twin):
@@ -102,7 +112,15 @@ class Shipped(nn.Module):
         return self.around(twin)
 
     def forward(self, images: Tensor, *others: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the file's output, or a tuple of several, for inputs in float32."""
+        """Compute what the file computes, with inputs and outputs in float32.
+
+        Args:
+            images: The first input, images (N, C, H, W) by default.
+            others: All further inputs of the file.
+
+        Returns:
+            The output, or a tuple if there are several.
+        """
         if self.mean is not None and self.std is not None:
             images = (images - self.mean) / self.std
         inputs = self._cast((images, *others), self.dtype)
@@ -114,9 +132,13 @@ class Shipped(nn.Module):
         return answers[0]
 
     def _cast(self, values: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the values with floating-point tensors in `dtype`.
+        """Return tensors in another type. Integer tensors stay as they are.
 
-        Nothing is cast if the file computes in float32.
+        If the file computes in float32, nothing is cast.
+
+        Args:
+            values: The tensors.
+            dtype: The type.
         """
         # Even a cast to the same dtype would be a node of the graph.
         if self.dtype == torch.float32:
@@ -125,7 +147,7 @@ class Shipped(nn.Module):
 
 
 def _with_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a floating-point tensor in another dtype, and any other as it is."""
+    """Return a floating-point tensor in another dtype. An integer tensor is returned as it is."""
     return value.to(dtype) if value.is_floating_point() else value
 
 
@@ -146,8 +168,13 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
     lost_means: dict[nn.Module, list[Tensor]] = {}
 
     def watch(layer: nn.Module) -> RemovableHandle:
-        """Register a hook that notes the mean output per channel that rounding loses."""
-        # This copy computes what rounding loses: its weight is the weight less the rounded weight.
+        """Have a layer note, at each of its calls, what its outputs lose by rounding its weights.
+
+        The mean per output channel is added to `lost_means`. The handle that is returned removes
+        the hook.
+        """
+        # A copy of the layer computes the loss: its weight is the layer's weight less the rounded
+        # weight, and it has no bias.
         losing = copying.duplicate(layer, {})
         levels = _levels_of(layer, how, halves=halves)
         losing.get_parameter("weight").sub_(_rounded(layer, levels))
@@ -165,7 +192,8 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
         for module in nn.Module.modules(network)
         if isinstance(module, LINEAR) and "weight" in module._parameters
     ]
-    # A layer whose class has a forward of its own may compute something else than its weight says.
+    # A layer whose class has a forward of its own may compute something else than its weight says,
+    # so its bias is not corrected.
     plain = [
         layer for layer in linear if not own_forwards.is_own(layer) or own_forwards.computes(layer)
     ]
@@ -187,26 +215,35 @@ def _levels_of(layer: nn.Module, how: Quantization, *, halves: bool) -> float:
         halves: Whether the quantizer writes 7-bit weights for every layer except depthwise ones.
     """
     levels: float = how.levels
-    # With 7 bits, such a quantizer halves the range of a weight: 127 steps on either side of 0
-    # become 63.5. Depthwise layers keep 127.
+    # With 7 bits, a quantizer that halves gives each weight half as many steps on either side of 0:
+    # 63.5 in place of 127. Depthwise layers keep 127.
     if halves and levels < 127:
         levels = 127 if own_forwards.is_depthwise(layer) else 63.5
     return levels
 
 
 def _rounded(layer: nn.Module, levels: float) -> Tensor:
-    """Return the weight as a quantizer rounds it: to multiples of a step per output channel.
+    """Return the weight of a layer as a quantizer rounds it.
+
+    Each number becomes a multiple of the quantization step of its output channel.
 
     Args:
         layer: The layer.
-        levels: How many steps the largest weight has.
+        levels: How many steps the largest weight of a channel has.
     """
     step = _step(layer, levels)
     return (layer.get_parameter("weight") / step).round() * step
 
 
 def _step(layer: nn.Module, levels: float) -> Tensor:
-    """Return the quantization step of each output channel: its largest weight over `levels`."""
+    """Return the quantization step of each output channel of a layer.
+
+    It is the largest absolute weight of the channel, divided by `levels`.
+
+    Args:
+        layer: The layer.
+        levels: How many steps the largest weight of a channel has.
+    """
     weight = layer.get_parameter("weight")
     # The output channels are dimension 1 of a transposed convolution's weight, else dimension 0.
     # The maximum is taken over all other dimensions.
@@ -230,7 +267,8 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
         example: A call of the network, which tells the order in which its layers run.
         dtype: The precision of the file.
     """
-    # Run the network, to see in which order its linear layers and convolutions are called.
+    # Run the network, to see in which order its linear layers and convolutions are called. `called`
+    # lists a layer as often as it is called.
     paths: dict[nn.Module, str] = {
         m: path for path, m in nn.Module.named_modules(network) if isinstance(m, LINEAR)
     }
@@ -247,7 +285,8 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
                 continue
             stored = tensor.half() if dtype == "fp16" else tensor.data
             if dtype == "int8":
-                # PT2E multiplies, where a division would round some ties another way.
+                # torch's quantizer multiplies by 1 / step. A division would round some numbers half
+                # way between two steps another way.
                 stored = (tensor * (1 / _step(layer, 127))).round().char()
             # The output or the input channels, dimensions 0 and 1, may stand last in the file.
             orders = (stored, *(stored.movedim(dim, -1) for dim in range(min(tensor.ndim, 2))))
@@ -258,7 +297,10 @@ def first_missing(network: nn.Module, content: bytes, example: Example, dtype: s
 
 
 def _halved(output: object) -> object:
-    """Return a floating-point tensor rounded to float16, in float32. Return others as they are."""
+    """Round a floating-point tensor to the numbers of float16, and return it in float32.
+
+    Anything else is returned as it is.
+    """
     if isinstance(output, Tensor) and output.is_floating_point():
         return output.half().float()
     return output
@@ -266,7 +308,7 @@ def _halved(output: object) -> object:
 
 @dataclass(frozen=True)
 class FileContents:
-    """What a format's `write` is given.
+    """All that is written into an exported file: the network and its metadata.
 
     Args:
         network: The network to write.
@@ -282,16 +324,20 @@ class FileContents:
 
     @property
     def in_float32(self) -> FileContents:
-        """The same contents with weights in float32, for a tool that halves them by itself."""
+        """The same contents with the network in float32.
+
+        They are for a tool that takes a network in float32 and converts it to float16 by itself.
+        """
         if self.network.dtype != torch.float16:
             return self
         return replace(self, network=self.network.around(self.network.network.float()))
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:
-        """The dimensions that torch.export must leave free: the first of every input.
+        """The argument `dynamic_shapes` of torch.export, which says which dimensions may vary.
 
-        None if the number of samples is fixed.
+        It is the first dimension of every input, the number of samples. The value is None if the
+        file takes a fixed number.
         """
         if not self.dynamic:
             return None

@@ -52,7 +52,7 @@ class Exported:
 
     Args:
         file: The file's path.
-        parts: Further files that belong to it.
+        parts: The paths of further files that belong to it, such as the .bin of an .xml.
         sidecar: The path of its preprocess.json.
         format: The name of the format, as it was asked for.
         dtype: The precision of the weights, as it was asked for.
@@ -151,8 +151,8 @@ def export(
     log("folding")
     network = folded(request)
     rounded = network.rounded(HALVES[dtype]) if dtype in HALVES else None
-    # The folded network is checked by itself, unless the file will be held to the same tolerance:
-    # a file in fp32 that runs here.
+    # The folded network is checked by itself in float32. This is left out for a file in fp32 that
+    # runs here, as the file will be held to the same tolerance.
     if dtype != "fp32" or not form.runs_here:
         batches, described = request.batches(None if form.runs_here else images)
         checks.check(
@@ -186,6 +186,7 @@ def export(
             figures = _checked(request, aside, images, rounded)
         if figures and figures.remark:
             notes = (*notes, figures.remark)
+        # For int8, the sidecar also says how the file was quantized and what it costs.
         if quantized and figures:
             measured = {**asdict(figures), "lost": figures.points_lost}
             body["quantization"] = {**quantized, "measured": measured, "notes": notes}
@@ -195,6 +196,7 @@ def export(
         nodes = form.functions.nodes(aside)
         sidecar.write(aside, body)
 
+    # The sidecar of a file of images has no "inputs".
     named = body.get("inputs", ())
     return Exported(
         file=file,
@@ -216,14 +218,17 @@ def export(
 
 
 def _notes(model: nn.Module | Conversion, request: ExportRequest) -> tuple[str, ...]:
-    """Return the sentences on the file that the user should read, as far as they are known already.
+    """Return sentences on the file that the user should read, before it is written.
+
+    What the check of the file finds is not among them.
 
     Args:
         model: The network, as the user gave it.
         request: The request for the file.
     """
     dtype = request.settings.dtype
-    # Only images have a preprocessing. A note says which parts of it are assumed.
+    # Only images have a preprocessing. A note says which parts of it are assumed. A request without
+    # `inputs` is for images.
     takes_images = request.imaged or not request.inputs
     assumed = assumption(request.source) if takes_images else ""
     of_format = request.form.notes.get(dtype)
@@ -233,14 +238,14 @@ def _notes(model: nn.Module | Conversion, request: ExportRequest) -> tuple[str, 
 def _checked(
     request: ExportRequest, file: Path, images: Batches | None, rounded: Shipped | None
 ) -> Figures:
-    """Run a file that was just written, and return how far it is from the source.
+    """Run a file that was just written, and return how far its outputs are from the network's.
 
     Args:
         request: The request that the file was written for.
         file: The path of the file.
         images: The user's images. With None, the file is checked on other inputs.
-        rounded: The folded network with its numbers rounded to the file's precision. None if that
-            is not half precision.
+        rounded: The folded network with its numbers rounded to the file's precision. None unless
+            the file is in half precision.
 
     Raises:
         VerificationError: The file computes something else than the source.
@@ -260,9 +265,12 @@ def _checked(
 
 @contextmanager
 def unfolded(request: ExportRequest) -> Iterator[formats.Runs]:
-    """Write the source without folding to a temporary file of the same format.
+    """Export the network without folding to a temporary file, for a `with` block.
 
-    It yields a function that runs the file in its runtime.
+    The file has the same format and is in fp32. A function that runs it in its runtime is yielded.
+
+    Args:
+        request: The request for the folded file.
     """
     source = _shipped(request, copying.duplicate(request.source, {}).eval())
     contents = FileContents(source, request.traced_on, request.settings.dynamic_batch)
@@ -273,24 +281,25 @@ def unfolded(request: ExportRequest) -> Iterator[formats.Runs]:
 
 
 def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> checks.Inside:
-    """Return a function that opens the network and the file to be compared layer by layer.
+    """Return a function that prepares a network and its file to be compared layer by layer.
 
-    They are opened only if they are needed, as opening takes time.
+    It is called only if the layers are to be compared, as preparing takes time.
 
     Args:
         request: The request that the file was written for.
         file: The path of the file.
         rounded: The folded network with its numbers rounded to the file's precision. With None the
-            source is folded anew.
+            network is folded anew.
 
     Returns:
-        A function without arguments, which returns the folded network and the file in its runtime,
-        called for all values that the file computes. If the runtime cannot show them, the file's
-        bytes are returned in its place.
+        A function without arguments. It returns the folded network, and a function that runs the
+        file and returns the values of all its layers. If the runtime does not show these values, it
+        returns the bytes of the file in place of the second function.
     """
 
     def network_and_file() -> tuple[nn.Module, formats.Runs | bytes]:
         network = rounded or folded(request)
+        # `form.inside` says whether the runtime shows the values of layers.
         if request.form.inside:
             return network.network, request.form.open(file, inside=True)
         return network.network, file.read_bytes()
@@ -299,12 +308,18 @@ def inside(request: ExportRequest, file: Path, rounded: Shipped | None) -> check
 
 
 def _dtype_note(model: object, dtype: str) -> str:
-    """Return a note that the file computes in another precision than the network has, or "".
+    """Return a note for the user if the file computes in another precision than the network.
 
-    For a network in float32 there is none: its user has chosen the file's precision.
+    The note is "" if both are the same, and for any network in float32, since its user has chosen
+    the precision of the file.
+
+    Args:
+        model: The network, as the user gave it.
+        dtype: The precision of the file's weights.
     """
     own = calling.anchor(network_input.require_module(model)).dtype
     arithmetic = _ARITHMETIC[dtype]
+    # `HALVES.get` gives the torch type of half precision, and None for any other.
     if own in (torch.float32, HALVES.get(arithmetic)):
         return ""
     return (
@@ -314,14 +329,24 @@ def _dtype_note(model: object, dtype: str) -> str:
 
 
 def folded(request: ExportRequest) -> Shipped:
-    """Fold the request's network, and return it in float32, as the file will hold it."""
+    """Fold the norms of a network, and return it in float32, as the file will hold it.
+
+    The normalization of images and the softmax that the user asked for are added to it.
+
+    Args:
+        request: The request for the file, with the network.
+    """
     return _shipped(request, fold_for_export(request.network))
 
 
 def _shipped(request: ExportRequest, network: nn.Module) -> Shipped:
-    """Return a module that normalizes images, calls a network and takes a softmax.
+    """Return a module around a network that also normalizes the images and takes a softmax.
 
-    Each of the two is left out if it was not requested.
+    The normalization, or the softmax, is left out if the user did not ask for it.
+
+    Args:
+        request: The request for the file, with the user's options.
+        network: The network, folded or not.
     """
     settings = request.settings
     normalization = request.normalization if settings.normalize else None
@@ -359,8 +384,9 @@ def fold_for_export(network: Network) -> nn.Module:
     step, _ = conversion.plan_step(anatomy, "folded")
     result = carrying_out.carry_out(network, step)
 
-    # The branches of the folded network are merged. It is recorded anew for this, which is left out
-    # if the source has no branches to merge.
+    # The parallel branches of the folded network, as in RepVGG, are merged to one layer. The folded
+    # network has to be recorded for this. So the source's record is asked first whether there are
+    # branches to merge.
     merging = schemes.get("merged-branches")
     if merging.plan(anatomy).replacements:
         edits = merging.plan(result.network.anatomy).edits()
@@ -369,10 +395,13 @@ def fold_for_export(network: Network) -> nn.Module:
 
 
 def _without_head(anatomy: Anatomy) -> Anatomy:
-    """Return what is known of a network, without its classifier and the norm before it.
+    """Return a copy of a recorded network's anatomy that names no classifier and no `head` norm.
 
-    The scheme `folded` keeps the features that the classifier reads. If it sees no classifier and
-    no norm with the role `head`, it folds the last norm into the classifier like any other.
+    The scheme `folded` keeps the features that the classifier reads, so it does not fold the norm
+    before the classifier. With this copy it does, as it takes that norm for any other.
+
+    Args:
+        anatomy: The anatomy: what is known of the network's norms, blocks and classifier.
     """
     norms = tuple(
         replace(norm, role="other") if norm.role == "head" else norm for norm in anatomy.norms
@@ -381,17 +410,23 @@ def _without_head(anatomy: Anatomy) -> Anatomy:
 
 
 def _has_nothing_to_fold(anatomy: Anatomy) -> bool:
-    """Whether the scheme `folded` would change no layer, and refuses none either."""
+    """Whether the scheme `folded` would change no layer of a network and would refuse none.
+
+    Args:
+        anatomy: The recorded network.
+    """
     builder = schemes.get("folded").plan(anatomy)
     return not (builder.replacements or builder.linears or builder.refusals)
 
 
 def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
-    """Return the sidecar's content, except what will be measured.
+    """Return the content of the sidecar, which says what goes into the file and what comes out.
+
+    What the check of the file measures is added later.
 
     Args:
         request: The request for the file.
-        answers: The outputs that the network gives for it, by name.
+        answers: The outputs that the network gives for `request.traced_on`, by name.
     """
     settings = request.settings
     signature = request.signature
@@ -408,7 +443,8 @@ def _body(request: ExportRequest, answers: Mapping[str, Tensor]) -> Body:
     if not request.inputs:
         return {**images, "precision": precision}
 
-    # With all inputs and outputs of the network, images are prepared as before.
+    # A file with all inputs and outputs of the network lists them. If its input is images, it also
+    # says how they are prepared.
     tensors = sidecar.plain_body(signature, request.traced_on, answers, dynamic=dynamic)
     prepared = {name: images[name] for name in ("resize", "normalize") if request.imaged}
     return {**tensors, **prepared, "precision": precision}

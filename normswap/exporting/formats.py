@@ -107,16 +107,19 @@ class Format:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this system has the format's runtime."""
+        """Whether the runtime that runs files of this format exists for this operating system."""
         return self.system in ("", sys.platform)
 
     @property
     def functions(self) -> ModuleType:
-        """The module that writes, opens and describes files of this format."""
+        """The Python module whose functions write, open and describe files of this format."""
         return importlib.import_module(f"normswap.exporting.{self.name}_file")
 
     def files(self, file: Path) -> tuple[Path, ...]:
-        """Return the path of a file of this format, and that of its second file if it has one."""
+        """Return the paths of a file and of the second file beside it, if the format has one.
+
+        For net.xml of OpenVINO they are net.xml and net.bin.
+        """
         if not self.part:
             return (file,)
         return (file, file.with_suffix(self.part))
@@ -139,10 +142,10 @@ class Format:
         Args:
             contents: The network and its metadata.
             file: The path to write.
-            how: How to quantize to int8; None leaves the numbers as they are.
+            how: How to quantize the network to int8. None writes it in its own precision.
 
         Raises:
-            RefusedError: The format cannot express the network. The message says why.
+            RefusedError: The network cannot be written in this format. The message says why.
         """
         if contents.dynamic and not self.any_count:
             remedy = f"Leave out {spelled('dynamic_batch', True)}"
@@ -165,8 +168,8 @@ class Format:
 
         Args:
             file: The path of the file.
-            inside: `inside=True`, or nothing. With it, the function returns all values that the
-                file computes, not only its outputs.
+            inside: The keyword `inside=True`, or nothing, as some formats do not have it. With it,
+                the function returns all values that the file computes, not only its outputs.
 
         Raises:
             VerificationError: The runtime does not take the file.
@@ -293,12 +296,15 @@ _FORMATS = {
 
 
 def names() -> list[str]:
-    """Return the names of all formats."""
+    """Return the names of all formats that a network can be exported to, such as `onnx`."""
     return list(_FORMATS)
 
 
 def get(name: str) -> Format:
-    """Return the format of a name.
+    """Return the format with a name, after checking that its packages are installed.
+
+    Args:
+        name: The name, such as `onnx`.
 
     Raises:
         OptionError: There is no format of that name, or a package that it needs is not installed.
@@ -309,7 +315,11 @@ def get(name: str) -> Format:
 
 
 def choose(file: Path, name: str | None) -> Format:
-    """Return the format of the name, or of the file's ending if no name is given.
+    """Return the format that is asked for by name, or the one that the file's ending belongs to.
+
+    Args:
+        file: The path of the file.
+        name: The name of the format. None leaves it to the ending.
 
     Raises:
         OptionError: The name and the ending belong to different formats, neither names a format, or
@@ -319,14 +329,25 @@ def choose(file: Path, name: str | None) -> Format:
 
 
 def _named(name: str) -> Format:
-    """Return the format of a name, without asking for the packages that it needs."""
+    """Return the format with a name. Whether its packages are installed is not checked.
+
+    Args:
+        name: The name, such as `onnx`.
+
+    Raises:
+        OptionError: There is no format of that name.
+    """
     if name not in _FORMATS:
         raise OptionError(f"unknown format '{name}'", f"there are {', '.join(_FORMATS)}")
     return _FORMATS[name]
 
 
 def _name_of(file: Path, name: str | None) -> str:
-    """Return the name of the format that is asked for, or the name of the ending's format.
+    """Return the name that is given, or the name of the format that the file's ending belongs to.
+
+    Args:
+        file: The path of the file.
+        name: The name of the format that is asked for, or None.
 
     Raises:
         OptionError: No name is given and the ending belongs to no format, or the name and the
@@ -379,7 +400,12 @@ def check(file: Path, settings: FileSettings) -> Format:
 
 
 def _check_precision(form: Format, settings: FileSettings) -> None:
-    """Raise OptionError if a format lacks the precision or the weight bits that are asked for."""
+    """Raise OptionError if a format lacks the precision or the weight bits that are asked for.
+
+    Args:
+        form: The format.
+        settings: What is asked for.
+    """
     if settings.dtype not in form.dtypes:
         formats = (other.name for other in _FORMATS.values() if settings.dtype in other.dtypes)
         remedy = f"Its files are {' or '.join(form.dtypes)}"
@@ -412,8 +438,9 @@ def _check_paths(form: Format, file: Path, *, force: bool) -> None:
     package_of = kinds.FOLDERS.get(file.suffix.lower(), ())
     atomic_write.check_writable(file, force=force, package_of=package_of)
 
-    # Two formats may name their second files alike: net.bin belongs to net.xml or to net.param. A
-    # second file whose own file exists is not replaced, since that file would lose its weights.
+    # Two formats may name their second files alike: net.bin may hold the weights of net.xml or of
+    # net.param. If the file of another format (its owner) exists, the second file is not replaced,
+    # since the owner would lose its weights.
     parts = form.files(file)[1:]
     for part in parts:
         for other in _FORMATS.values():
@@ -449,7 +476,7 @@ def refusing(what: str) -> Iterator[None]:
         raise
     # A vendor's exporter may raise anything.
     except Exception as error:
-        # The message is that of the error from which all others were raised.
+        # The first error in a chain of errors (`raise ... from ...`) says what went wrong.
         while error.__cause__ is not None:
             error = error.__cause__  # type: ignore[assignment]
         raise RefusedError(what, first_line(error)) from None
@@ -485,7 +512,9 @@ def silent() -> Iterator[None]:
 
 
 def require_inside(file: Path, folder: Path, part: str) -> None:
-    """Check that a second file, which an exported file names, lies in `folder`.
+    """Check that a file whose name is written in an exported file lies in a folder.
+
+    Otherwise an exported file could have normswap read any file.
 
     Args:
         file: The exported file, for the message.
@@ -504,5 +533,9 @@ def require_inside(file: Path, folder: Path, part: str) -> None:
 
 
 def counted(kinds: Iterable[str]) -> dict[str, int]:
-    """Return the count of each kind, the most frequent kind first."""
+    """Return how often each kind occurs, the most frequent kind first.
+
+    Args:
+        kinds: Names of kinds, such as those of a file's operators, with repetitions.
+    """
     return dict(Counter(kinds).most_common())

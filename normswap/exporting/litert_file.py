@@ -52,7 +52,11 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _converted(contents: FileContents) -> bytes:
-    """Return the .tflite file that litert-torch makes of the network."""
+    """Return the bytes of the .tflite file that litert-torch makes of a network.
+
+    Args:
+        contents: The network, in fp32, and its example inputs.
+    """
     with silent():
         import litert_torch
 
@@ -61,7 +65,13 @@ def _converted(contents: FileContents) -> bytes:
 
 
 def _halved(content: bytes) -> bytes:
-    """Return the file with the weights of convolutions and products in fp16, each cast to fp32."""
+    """Return a .tflite file with the weights of convolutions and linear layers in fp16.
+
+    The file computes in fp32: each weight is cast when a layer reads it.
+
+    Args:
+        content: The bytes of the file in fp32.
+    """
     with silent():
         from ai_edge_quantizer import qtyping, quantizer
 
@@ -105,9 +115,9 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
-    """Return the smallest and largest number of each tensor over all images.
+    """Return the smallest and the largest number that each tensor of a file has on images.
 
-    The tool itself would average them over batches.
+    They set the ranges of int8. The quantizer itself would average them over batches.
 
     Args:
         tool: The quantizer, which has read the file.
@@ -128,10 +138,10 @@ def _extremes(tool: Quantizer, images: Sequence[Tensor]) -> Extremes:
 
 
 def _finished(content: bytes, contents: FileContents) -> bytes:
-    """Return the file with the sidecar's names of inputs and outputs, and with the metadata.
+    """Return a .tflite file with our names of inputs and outputs, and with the metadata.
 
     Args:
-        content: The file, as the converter and the quantizer made it.
+        content: The bytes of the file, as the converter and the quantizer made it.
         contents: The network, its signature and its metadata.
     """
     import flatbuffers
@@ -142,7 +152,8 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
     graph = model.subgraphs[0]
     in_file = model.signatureDefs[0]
 
-    # The converter ends its own names in the number of the input or output, such as `args_0`.
+    # The converter's own names end in the number of the input or output, such as `args_0`. Sorted
+    # by this number, they are in the order of our names.
     for entries, names in (
         (in_file.inputs, signature.inputs),
         (in_file.outputs, signature.outputs),
@@ -174,21 +185,31 @@ def _finished(content: bytes, contents: FileContents) -> bytes:
 
 
 def _aligned(buffer: BufferT, builder: Builder) -> int:
-    """Write a buffer into a flatbuffer so that its bytes are aligned, and return its offset."""
+    """Write a buffer of a .tflite file so that its bytes begin at a multiple of 16.
+
+    Args:
+        buffer: The buffer, as a record of the file.
+        builder: The writer of the whole file.
+
+    Returns:
+        The offset of the buffer in the file.
+    """
     if buffer.data is not None:
         builder.Prep(_ALIGNED, len(buffer.data))
     return int(type(buffer).Pack(buffer, builder))
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """Return the file in its runtime: a function from input tensors to the output tensors.
+    """Open a .tflite file in LiteRT, and return a function that runs it.
 
+    The function takes the file's input tensors and returns its output tensors.
     It runs on the CPU. XNNPACK computes the operators that it has. With `inside`, LiteRT computes
     all of them.
 
     Args:
         file: The path of the file.
-        inside: Whether the function gives all values that the file computes on its way.
+        inside: Whether the function returns all values that the file computes, not only its
+            outputs.
     """
     # Refuse a file that takes weights from other files.
     _model(file)
@@ -215,14 +236,20 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         values = [
             _real(engine.get_tensor(entry["index"]), entry["quantization"]) for entry in outputs
         ]
-        # Inside of the file, channels are the last dimension of images: both orders are given.
+        # Inside of the file, channels are the last dimension of images. With `inside`, a copy of
+        # each value with channels second is added, as the values of PyTorch have them.
         return values + [value.movedim(-1, 1) for value in values if inside and value.ndim == 4]
 
     return runs
 
 
 def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
-    """Return the real numbers that a value of the file stands for: scale (value - zero)."""
+    """Return the real numbers that a tensor of a .tflite file stands for: scale (value - zero).
+
+    Args:
+        value: The tensor, in int8 if the file is quantized.
+        quantization: The scale and the zero of the tensor.
+    """
     # The scale of a value that is not quantized is 0.
     scale, zero = quantization
     tensor = torch.as_tensor(value)
@@ -230,7 +257,7 @@ def _real(value: np.ndarray, quantization: tuple[float, int]) -> Tensor:
 
 
 def _operator_name(entry: Any, kinds: dict[int, str]) -> str:
-    """Return the name of a kind of operator.
+    """Return the name of a kind of operator in a .tflite file, such as CONV_2D.
 
     A custom operator states its own name. The schema names all others.
 
@@ -245,7 +272,7 @@ def _operator_name(entry: Any, kinds: dict[int, str]) -> str:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """Return how many operators of each kind the file has, the most frequent kind first."""
+    """Return how many operators of each kind a .tflite file has, the most frequent kind first."""
     from ai_edge_litert import schema_py_generated as schema
 
     model = _model(file)
@@ -262,7 +289,10 @@ def nodes(file: Path) -> dict[str, int]:
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """Return the texts that were stored in the file as its metadata, by their keys."""
+    """Return the texts that `export` stored in a .tflite file as metadata, by their keys.
+
+    An example is the name of the source network, with the key `source`.
+    """
     model = _model(file)
     contents = (
         model.buffers[entry.buffer].data
@@ -275,7 +305,7 @@ def metadata(file: Path) -> dict[str, str]:
 
 
 def _model(file: Path) -> ModelT:
-    """Return the model that a LiteRT file holds, as the records of its flatbuffer.
+    """Return the parsed content of a .tflite file, which is not run.
 
     Raises:
         SourceError: The file takes weights from other files.

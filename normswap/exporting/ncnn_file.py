@@ -46,7 +46,8 @@ def write(contents: FileContents, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         written = Path(folder) / "network.ncnn.param"
         in_float32 = contents.in_float32
-        # Where the converter lacks an operator, the network is written with simpler ones.
+        # pnnx takes a network in float32, and converts it to float16 itself. If it lacks an
+        # operator of the network, it gets the network in simpler operators.
         or_simpler(
             in_float32,
             lambda network: _convert(network, in_float32.example, written, half=half),
@@ -54,7 +55,7 @@ def write(contents: FileContents, file: Path) -> None:
         layers = _named(written.read_text(encoding="utf-8"), signature)
         shutil.copyfile(written.with_suffix(".bin"), file.with_suffix(".bin"))
 
-    # The metadata say the order of inputs and outputs, too, which `open` reads there.
+    # The order of inputs and outputs is also written into the metadata, for `open`.
     order = {"inputs": " ".join(signature.inputs), "outputs": " ".join(signature.outputs)}
     texts = {**contents.metadata, **order}
     metadata_lines = [f"{_MARK}{key} {json.dumps(value)}" for key, value in texts.items()]
@@ -62,7 +63,7 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _convert(network: nn.Module, example: tuple[Tensor, ...], file: Path, *, half: bool) -> None:
-    """Let pnnx write the graph, and the weights in a second file beside it.
+    """Have the converter pnnx write a network as an ncnn graph, with its weights beside it.
 
     Args:
         network: The network.
@@ -95,14 +96,14 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], file: Path, *, hal
 
 
 def _named(text: str, signature: Signature) -> list[str]:
-    """Return the lines of an ncnn graph, in which inputs and outputs have the signature's names.
+    """Return the lines of an ncnn graph, with our names for its inputs and outputs.
 
     After two lines, each line is a layer: its type, its name, the number of its inputs, the number
     of its outputs, the names of all these values, and its settings.
 
     Args:
         text: The graph as pnnx wrote it, with inputs in0, in1 ... and outputs out0, out1 ...
-        signature: The names of inputs and outputs.
+        signature: Our names of inputs and outputs.
     """
     names = {f"in{i}": name for i, name in enumerate(signature.inputs)}
     names |= {f"out{i}": name for i, name in enumerate(signature.outputs)}
@@ -122,7 +123,13 @@ def _named(text: str, signature: Signature) -> list[str]:
 
 
 def _missing_layers(file: Path) -> str:
-    """Return a sentence that names the layers of a file that ncnn lacks, or "" if it has all."""
+    """Return a sentence that names the kinds of layers in a file that this ncnn does not have.
+
+    The sentence is "" if ncnn has all of them.
+
+    Args:
+        file: The path of the .param file.
+    """
     import ncnn
 
     kinds = [kind for kind in nodes(file) if ncnn.layer_to_index(kind) < 0]
@@ -132,13 +139,15 @@ def _missing_layers(file: Path) -> str:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """Return the file in its runtime: a function from input tensors to the output tensors.
+    """Open an ncnn .param file in ncnn, and return a function that runs it.
 
+    The function takes the file's input tensors and returns its output tensors.
     It runs on the CPU, in fp32.
 
     Args:
         file: The path of the file.
-        inside: Whether the function gives all values that the file computes on its way.
+        inside: Whether the function returns all values that the file computes, not only its
+            outputs.
     """
     import ncnn
 
@@ -171,9 +180,9 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """Return how many operators of each kind the file has, the most frequent kind first.
+    """Return how many layers of each kind an ncnn file has, the most frequent kind first.
 
-    Constants, copies and the ends of the graph are not counted.
+    Constants, copies, and the layers that stand for inputs are not counted.
     """
     # The first two lines are a magic number and the counts. Lines of metadata begin with #.
     lines = file.read_text(encoding="utf-8").splitlines()[2:]
@@ -182,7 +191,10 @@ def nodes(file: Path) -> dict[str, int]:
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """Return the texts that were stored in the file as its metadata, by their keys."""
+    """Return the texts that `export` stored in an ncnn .param file as metadata, by their keys.
+
+    An example is the name of the source network, with the key `source`.
+    """
     lines = file.read_text(encoding="utf-8").splitlines()
     parts = (line.removeprefix(_MARK).partition(" ") for line in lines if line.startswith(_MARK))
     return {key: str(reading.parse_json(value)) for key, _, value in parts}

@@ -52,6 +52,7 @@ def write(contents: FileContents, file: Path) -> None:
         contents: The network, its example inputs and its metadata.
         file: The path of the file.
     """
+    # An opset is a version of ONNX's operators. Only a network with an RMSNorm needs a newer one.
     model = graph(contents, opset=_RMS_OPSET if _has_rms_norm(contents) else None)
     # A bf16 file stores weights in bfloat16 and computes in float32.
     if contents.network.stored != contents.network.dtype:
@@ -60,23 +61,30 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _has_rms_norm(contents: FileContents) -> bool:
-    """Whether some norm of the network is an RMSNorm."""
+    """Whether some norm of a network is an RMSNorm.
+
+    Args:
+        contents: The contents of a file, with the network.
+    """
     return any(site.is_rms_norm for site in sites_of(contents.network))
 
 
 def _rms_norm(
     x: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Any:
-    """Translate aten::rms_norm to the one operator RMSNormalization.
+    """Write an RMSNorm of a network into an ONNX graph, as the one operator RMSNormalization.
 
-    For a norm without a weight, torch's own translation has the file compute the weight. Here it is
-    a constant.
+    torch.onnx calls this function for each aten::rms_norm. For a norm without a weight, torch's own
+    translation would have the file compute a weight of ones. Here it is a constant.
 
     Args:
         x: The input, as a value of the graph.
         normalized_shape: The sizes of the last dimensions, over which the norm is taken.
         weight: The weight, as a value of the graph. None if the norm has none.
-        eps: The epsilon. By default it is float32's, as in torch.
+        eps: The epsilon. With None it is that of float32, as in torch.
+
+    Returns:
+        The output of the norm, as a value of the graph.
     """
     from onnxscript import ir
     from onnxscript.onnx_opset import opset23
@@ -89,11 +97,11 @@ def _rms_norm(
 
 
 def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
-    """Return the model in fp32 or fp16, without torch's notes on each node.
+    """Return a network in fp32 or fp16 as an ONNX model, without torch's notes on each node.
 
     Args:
-        contents: The network.
-        opset: The version of the operators. By default it is torch's own.
+        contents: The network and its example inputs.
+        opset: The version of ONNX's operators. By default it is the one that torch uses.
 
     Raises:
         RefusedError: The weights do not fit in one ONNX file.
@@ -163,9 +171,13 @@ def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
 
 
 def _store_bf16(graph: onnx.GraphProto) -> None:
-    """Store every matrix that bfloat16 holds exactly in bfloat16, in place.
+    """Store the weights of an ONNX graph in bfloat16, in place, if no digit is lost.
 
-    A cast to float32 follows each matrix. Runtimes do the cast once.
+    They are the constants with two dimensions or more. A cast to float32 is put behind each of
+    them, since the file computes in float32. Runtimes do the cast once.
+
+    Args:
+        graph: The graph. The weights of its layers were rounded to bfloat16 before.
     """
     import onnx
 
@@ -213,13 +225,17 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def pool_means(graph: onnx.GraphProto) -> None:
-    """Replace every mean over a whole map by GlobalAveragePool, in place.
+    """Replace every ReduceMean over height and width by a GlobalAveragePool, in place.
 
     ONNX Runtime computes a GlobalAveragePool on bytes. A ReduceMean needs floats, which costs
     networks with squeeze-and-excitation a fifth of their time.
+
+    Args:
+        graph: The graph of an ONNX model.
     """
     from onnx import helper, numpy_helper
 
+    # The number of dimensions of each value, and the stored constants, by name.
     values = (*graph.value_info, *graph.input, *graph.output)
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values}
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
@@ -273,17 +289,17 @@ def pool_means(graph: onnx.GraphProto) -> None:
 
 
 def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
-    """Write an ONNX model in fp32 to `file` in int8.
+    """Quantize an ONNX model to int8, and write it to a file.
 
     Args:
-        model: The model.
+        model: The model, in fp32.
         file: The path of the file.
-        how: The images that set the ranges, and the bits of a weight.
+        how: The images that set the ranges of activations, and the bits of a weight.
     """
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-    # The tool warns in the root logger that the model was not preprocessed. It need not be: it is
-    # folded.
+    # The tool warns in the root logger that the model was not preprocessed. It need not be, because
+    # it is folded. `reduce_range` below writes weights of 7 bits in place of 8.
     root = logging.getLogger()
     level = root.level
     root.setLevel(logging.ERROR)
@@ -306,24 +322,34 @@ def quantize(model: onnx.ModelProto, file: Path, how: Quantization) -> None:
 
 
 class _CalibrationReader:
-    """The calibration images, in the form that onnxruntime's `quantize_static` reads them."""
+    """Gives the calibration images to onnxruntime's `quantize_static`, one batch after the other.
+
+    Args:
+        how: The calibration images, in batches.
+    """
 
     def __init__(self, how: Quantization) -> None:
         self.batches: Iterator[dict[str, np.ndarray]] = ({INPUT: x.numpy()} for x in how.images)
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        """Return the next batch as a dict of the file's inputs, or None after the last one."""
+        """Return a dict from the name of the file's input to the next batch of images.
+
+        The result is None after the last batch.
+        """
         return next(self.batches, None)
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """Return the file in its runtime: a function from input tensors to the output tensors.
+    """Open an .onnx file in ONNX Runtime, and return a function that runs it.
+
+    The function takes the file's input tensors and returns its output tensors.
 
     It runs on the CPU.
 
     Args:
         file: The path of the file.
-        inside: Whether the function gives all values that the file computes on its way.
+        inside: Whether the function returns all values that the file computes, not only its
+            outputs.
     """
     import onnxruntime as ort
 
@@ -334,8 +360,9 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     if inside:
         import onnx
 
-        # All values become outputs of a copy of the graph. An optional output that a node leaves
-        # out has the name "".
+        # The results of all nodes become outputs of a copy of the graph. `left_out` are the names
+        # of results that are outputs already, and "", the name of a result that a node does not
+        # give.
         model = onnx.load(file)
         values = itertools.chain.from_iterable(node.output for node in model.graph.node)
         left_out = {"", *(output.name for output in model.graph.output)}
@@ -360,19 +387,22 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """Return how many operators of each kind the file has, the most frequent kind first."""
+    """Return how many operators of each kind an .onnx file has, the most frequent kind first."""
     return counted(node.op_type for node in _loaded(file).graph.node)
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """Return the texts that were stored in the file as its metadata, by their keys."""
+    """Return the texts that `export` stored in an .onnx file as metadata, by their keys.
+
+    An example is the name of the source network, with the key `source`.
+    """
     return {entry.key: entry.value for entry in _loaded(file).metadata_props}
 
 
 def _loaded(file: Path) -> onnx.ModelProto:
-    """Return the file's model, without the weights that ONNX calls external data.
+    """Return the model in an .onnx file, without weights that lie in other files beside it.
 
-    External data lie in other files beside it.
+    ONNX calls such weights external data. Their files are not opened. Only their paths are checked.
 
     Raises:
         SourceError: The file takes weights from outside of its folder.
@@ -388,7 +418,13 @@ def _loaded(file: Path) -> onnx.ModelProto:
 
 
 def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
-    """Yield every tensor in a part of a model, also from its nodes and the graphs inside them."""
+    """Yield every tensor that is stored in an ONNX model or in a part of it.
+
+    The tensors in attributes of nodes, and in graphs inside of nodes, are yielded, too.
+
+    Args:
+        message: The model or its part, as a message of protobuf.
+    """
     import onnx
 
     if isinstance(message, onnx.TensorProto):
@@ -399,7 +435,8 @@ def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
         # A field of numbers or text holds no tensor.
         if description.message_type is None:
             continue
-        # The field is one message, or a list of them. A map is passed over: it yields its keys.
+        # The field is one message, a list of messages, or a map. A map is passed over, because
+        # iterating it gives its keys, which are no messages.
         is_message = hasattr(value, "ListFields")
         parts = [value] if is_message else list(value)
         for part in parts:

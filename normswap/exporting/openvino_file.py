@@ -43,7 +43,12 @@ def write(contents: FileContents, file: Path) -> None:
 
 
 def _model(contents: FileContents, parent: Path) -> ov.Model:
-    """Return OpenVINO's model of the network, made from a temporary ONNX file in a folder."""
+    """Return a network as OpenVINO's model, which is made from a temporary ONNX file.
+
+    Args:
+        contents: The network and its example inputs.
+        parent: The folder in which a temporary folder for the ONNX file is made.
+    """
     import onnx
     import openvino as ov
 
@@ -56,7 +61,12 @@ def _model(contents: FileContents, parent: Path) -> ov.Model:
 
 
 def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
-    """Write a model with its metadata, and its weights in a second file beside it.
+    """Write a model of OpenVINO to an .xml file, with its weights in a .bin file beside it.
+
+    Args:
+        model: The model.
+        contents: The contents of the file: the metadata to write, and whether weights are in fp16.
+        file: The path of the .xml file.
 
     Raises:
         OSError: OpenVINO cannot write.
@@ -113,18 +123,21 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """Return the file in its runtime: a function from input tensors to the output tensors.
+    """Open an OpenVINO .xml file in OpenVINO, and return a function that runs it.
+
+    The function takes the file's input tensors and returns its output tensors.
 
     It runs on the CPU.
 
     Args:
         file: The path of the file.
-        inside: Whether the function gives all values that the file computes on its way.
+        inside: Whether the function returns all values that the file computes, not only its
+            outputs.
     """
     import openvino as ov
 
     model = ov.Core().read_model(file)
-    # The value of every operator becomes an output, too.
+    # With `inside`, the value of every operator becomes an output, too.
     if inside:
         inner = [op for op in model.get_ops() if op.get_type_name() not in _ENDS]
         model.add_outputs([output for op in inner for output in op.outputs()])
@@ -139,9 +152,9 @@ def open(file: Path, *, inside: bool = False) -> Runs:
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """Return how many operators of each kind the file has, the most frequent kind first.
+    """Return how many operators of each kind an OpenVINO file has, the most frequent kind first.
 
-    Constants and the ends of the graph are not counted.
+    Constants, and the nodes that stand for inputs and outputs, are not counted.
     """
     import openvino as ov
 
@@ -150,7 +163,10 @@ def nodes(file: Path) -> dict[str, int]:
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """Return the texts that were stored in the file as its metadata, by their keys."""
+    """Return the texts that `export` stored in an OpenVINO .xml file as metadata, by their keys.
+
+    An example is the name of the source network, with the key `source`.
+    """
     import openvino as ov
 
     # OpenVINO would try other readers, which print what they find.

@@ -68,16 +68,18 @@ _ENCRYPTED = 1
 
 @dataclass
 class Pt2Archive:
-    """The checked content of a .pt2. Weights that are not pickled are left in the file.
+    """The checked content of a .pt2, which is a zip archive that torch.export.save writes.
+
+    The bytes of weights that are not pickled are left in the file.
 
     Args:
-        program: The graph, as `checked_program` returns it.
-        extra: The texts that the exporter added, by name.
-        tables: The tables of weights and of constants, by folder. They say where each tensor's
-            bytes are.
+        program: The graph of the network, as `checked_program` returns it.
+        extra: The texts that the exporter added, such as metadata, by name.
+        tables: The table of weights and the table of constants, by the folder of the archive that
+            has their bytes. A table says for each tensor which entry of the folder holds it.
         tensors: The weights and constants that were pickled, by the entry that held them.
         versions: The versions of the archive's layout, by the entry that holds them.
-        old: Whether it has the layout of torch 2.7 and before.
+        old: Whether the archive has the layout of torch 2.7 and before.
     """
 
     program: Mapping[str, object]
@@ -89,7 +91,7 @@ class Pt2Archive:
 
     @property
     def operators(self) -> list[str]:
-        """The operators of the graph, a name for each node: aten.relu.default."""
+        """The name of the operator of each node of the graph, such as `aten.relu.default`."""
         graph_module = self.program["graph_module"]
         assert isinstance(graph_module, dict)
         targets = [node["target"] for node in graph_module["graph"]["nodes"]]
@@ -132,14 +134,24 @@ def rewritten_pt2(file: Path) -> io.BytesIO:
 
 
 class _Entries:
-    """The entries of an archive by name, without the folder that holds all of them."""
+    """Reads the entries of a .pt2, which is a zip archive.
+
+    All entries are in one folder. Its name is no part of their names here.
+
+    Args:
+        archive: The archive.
+        infos: What the archive says of each entry, by the name of the entry.
+    """
 
     def __init__(self, archive: zipfile.ZipFile, infos: Mapping[str, zipfile.ZipInfo]) -> None:
         self.archive = archive
         self.infos = infos
 
     def read(self, name: str) -> bytes:
-        """Return an entry's content.
+        """Return the bytes of an entry.
+
+        Args:
+            name: The name of the entry.
 
         Raises:
             KeyError: There is no entry of that name.
@@ -149,11 +161,21 @@ class _Entries:
         return self.archive.read(self.infos[name])
 
     def record(self, name: str) -> object:
-        """Return the parsed JSON of an entry. `reading.parse_json` limits its size and depth."""
+        """Return the content of an entry that is JSON, as Python values.
+
+        The content is not trusted. `reading.parse_json` refuses JSON that is too long or too deep.
+
+        Args:
+            name: The name of the entry.
+        """
         return reading.parse_json(self.text(name))
 
     def text(self, name: str) -> str:
-        """Return the text of an entry."""
+        """Return the content of an entry that is text.
+
+        Args:
+            name: The name of the entry.
+        """
         return self.read(name).decode()
 
 
@@ -179,14 +201,18 @@ def _opened(file: Path) -> Iterator[_Entries]:
 
 
 def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries by name, without the name of the folder around all of them.
+    """Return what a zip archive says of each entry, by the name of the entry.
 
-    An archive that another reader could read otherwise is refused. torch's reader ignores case, and
-    takes the first of two entries of one name. Python's reader takes the last.
+    The name of the folder that holds all entries is left out. An archive in which torch's reader
+    could find other entries than Python's is refused. torch's reader ignores case, and takes the
+    first of two entries of one name. Python's takes the last.
 
     Args:
         archive: The archive.
-        stream: Its file.
+        stream: The opened file of the archive.
+
+    Raises:
+        NotAllowedError: The archive is refused.
     """
     infos = archive.infolist()
     if len(infos) > _MOST_ENTRIES:
@@ -215,7 +241,15 @@ def _infos(archive: zipfile.ZipFile, stream: IO[bytes]) -> dict[str, zipfile.Zip
 
 
 def _require_plain_entry(info: zipfile.ZipInfo) -> None:
-    """Refuse an entry that is compressed, encrypted, a link, or leads out of a folder."""
+    """Check that an entry of a zip archive is a plain file that lies inside of the archive.
+
+    Args:
+        info: What the archive says of the entry.
+
+    Raises:
+        NotAllowedError: The entry is compressed, encrypted or a link, or its path leads out of the
+            archive.
+    """
     name = info.filename
     # The Unix file mode tells the kind of the file. Some writers leave the kind out (0).
     mode = info.external_attr >> 16
@@ -233,7 +267,15 @@ def _require_plain_entry(info: zipfile.ZipInfo) -> None:
 
 
 def _read(entries: _Entries) -> Pt2Archive:
-    """Return the content of an archive, with every entry checked."""
+    """Return the content of a .pt2, after every entry of it has been checked.
+
+    Args:
+        entries: The entries of the archive.
+
+    Raises:
+        NotAllowedError: An entry could run code, or torch.export.save does not write it.
+        KeyError: An entry is missing.
+    """
     # torch knows the operators of int8 once they are imported.
     with quiet():
         importlib.import_module("torch.ao.quantization.fx._decomposed")
@@ -272,7 +314,16 @@ def _read(entries: _Entries) -> Pt2Archive:
 
 
 def _read_old(entries: _Entries) -> Pt2Archive:
-    """Return the content of an archive in the layout of torch 2.7 and before."""
+    """Return the checked content of a .pt2 in the layout of torch 2.7 and before.
+
+    Args:
+        entries: The entries of the archive.
+
+    Raises:
+        NotAllowedError: An entry could run code, or torch.export.save does not write it.
+        KeyError: An entry is missing.
+    """
+    # Refuse entries that torch.export.save does not write.
     known = (_OLD_PROGRAM, _OLD_SAMPLES, *_OLD_TENSORS, _OLD_VERSION)
     for name in entries.infos:
         if name not in known and not name.startswith(_OLD_EXTRA):
@@ -290,13 +341,20 @@ def _read_old(entries: _Entries) -> Pt2Archive:
 
 
 def _extra(entries: _Entries, folder: str) -> dict[str, str]:
-    """Return the texts in a folder of the archive, by their names in it."""
+    """Return the texts that the exporter added to a .pt2, such as metadata, by name.
+
+    Args:
+        entries: The entries of the archive.
+        folder: The folder that holds the texts. Its name is left out of theirs.
+    """
     names = [name for name in entries.infos if name.startswith(folder)]
     return {name.removeprefix(folder): entries.text(name) for name in names}
 
 
 def _require_bytes(entries: _Entries, folder: str, table: Mapping[str, object]) -> None:
-    """Refuse a tensor without bytes whose shape is not empty: torch would make zeros of any size.
+    """Check that the archive holds the bytes of each weight or constant.
+
+    For a tensor without bytes, torch would make zeros of whatever size the file states.
 
     Args:
         entries: The entries of the archive.
@@ -305,6 +363,7 @@ def _require_bytes(entries: _Entries, folder: str, table: Mapping[str, object]) 
 
     Raises:
         KeyError: The entry of a tensor is missing.
+        NotAllowedError: A tensor that has elements has no bytes.
     """
     config = table["config"]
     assert isinstance(config, dict)
@@ -318,13 +377,28 @@ def _require_bytes(entries: _Entries, folder: str, table: Mapping[str, object]) 
 
 
 def _read_samples(entries: _Entries, name: str) -> None:
-    """Check the inputs that the network was exported with. They are not used."""
+    """Check the sample inputs that are stored in a .pt2 as a pickle. They are not used.
+
+    Args:
+        entries: The entries of the archive.
+        name: The name of the entry with the inputs. It may be missing or empty.
+    """
     if name in entries.infos and entries.infos[name].file_size:
         _unpickle(entries, name)
 
 
 def _read_tensors(entries: _Entries, name: str) -> dict[str, Tensor]:
-    """Return the tensors of an entry that is a pickled dict, by their names in it."""
+    """Return the tensors of an entry that torch.save wrote, by their names.
+
+    The entry must be a pickled dict from texts to dense tensors, and nothing else.
+
+    Args:
+        entries: The entries of the archive.
+        name: The name of the entry.
+
+    Raises:
+        NotAllowedError: The entry is something else.
+    """
     content = _unpickle(entries, name)
     if not isinstance(content, dict):
         raise NotAllowedError(f"something else than tensors in the entry {shown(name)}")
@@ -336,7 +410,17 @@ def _read_tensors(entries: _Entries, name: str) -> dict[str, Tensor]:
 
 
 def _unpickle(entries: _Entries, name: str) -> object:
-    """Return the content of an entry that torch.save wrote, by torch's restricted unpickler."""
+    """Return the content of an entry that torch.save wrote, without running code in it.
+
+    torch's restricted unpickler reads it, which makes only tensors, numbers and containers.
+
+    Args:
+        entries: The entries of the archive.
+        name: The name of the entry.
+
+    Raises:
+        NotAllowedError: The entry holds something else.
+    """
     content = entries.read(name)
     try:
         _require_known_names(content)
@@ -349,10 +433,14 @@ def _unpickle(entries: _Entries, name: str) -> object:
 
 
 def _require_known_names(content: bytes) -> None:
-    """Refuse a file of torch.save whose pickle calls for other names than tensors and containers.
+    """Check that a pickle names no functions or classes but those of tensors and containers.
 
     Args:
-        content: The file: a zip archive with one pickle, `data.pkl`, and the bytes of the tensors.
+        content: What torch.save wrote: a zip archive with one pickle, `data.pkl`, and the bytes of
+            the tensors.
+
+    Raises:
+        NotAllowedError: The pickle names something else.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         # torch.save writes one pickle, and compresses nothing.
@@ -364,8 +452,8 @@ def _require_known_names(content: bytes) -> None:
             raise NotAllowedError("a compressed pickle")
         pickled = archive.read(pickles[0])
 
-    # GLOBAL and INST look up what the pickle calls for. Their argument is its module and name, such
-    # as `torch._utils _rebuild_tensor_v2`.
+    # The codes GLOBAL and INST look up a function or class. Their argument is its module and name,
+    # such as `torch._utils _rebuild_tensor_v2`.
     for code, argument, _ in pickletools.genops(pickled):
         looks_up_name = code.name in ("GLOBAL", "INST")
         if looks_up_name and not _PICKLED_NAMES.fullmatch(str(argument)):
@@ -375,12 +463,15 @@ def _require_known_names(content: bytes) -> None:
 
 
 def _contents(archive: Pt2Archive, entries: _Entries) -> Iterator[tuple[str, bytes]]:
-    """Yield the entries of the archive that torch is given: the name and the bytes of each.
+    """Yield the entries of the .pt2 that torch is given: the name and the bytes of each.
+
+    They are written anew from what was checked, so torch never reads the user's file itself.
 
     Args:
-        archive: What was read of the file, and checked.
-        entries: The entries of the file, from which the bytes of the weights are copied.
+        archive: What was read of the user's file, and checked.
+        entries: The entries of the user's file, from which the bytes of the weights are copied.
     """
+    # The layout of torch 2.7 and before has no folder around the entries.
     root = "" if archive.old else "model/"
     for name, version in archive.versions.items():
         yield f"{root}{name}", version.encode()

@@ -40,11 +40,21 @@ _LARGEST_POWER = 64
 
 
 class NotAllowedError(ValueError):
-    """A file says something that no file of torch.export.save needs and that could run code."""
+    """Raised if a .pt2 file holds something that could run code when torch opens the file.
+
+    The message names it. No file that torch.export.save writes needs such a thing.
+    """
 
 
 def shown(value: object, width: int = 60) -> str:
-    """Return a file's value for a message: one line, cut to `width`, with nothing unprintable."""
+    """Return a value as a short text for an error message.
+
+    The text is one line in ASCII, so that a hostile file cannot print what it likes.
+
+    Args:
+        value: Any value that was read from a file.
+        width: The number of characters at which the text is cut. The default suits one line.
+    """
     text = ascii(value)
     if len(text) > width:
         return f"{text[:width]}..."
@@ -53,10 +63,18 @@ def shown(value: object, width: int = 60) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def checked_size(text: str) -> str:
-    """Return the expression of a size, written anew, if it is arithmetic on symbols and numbers.
+    """Check that the expression of a tensor's size is arithmetic on symbols and numbers.
+
+    The expression is parsed, and written anew from what was parsed. It is never evaluated.
+
+    Args:
+        text: The expression, such as `Add(Symbol('s77'), Integer(2))`.
+
+    Returns:
+        The expression as it was written anew.
 
     Raises:
-        NotAllowedError: Something else stands in it.
+        NotAllowedError: Something else stands in the expression.
     """
     tree = _parsed(text)
     _require_size(tree.body, text)
@@ -64,16 +82,30 @@ def checked_size(text: str) -> str:
 
 
 def require_guard(text: str) -> None:
-    """Check that a guard compares sizes of the inputs, and does nothing else.
+    """Check that a guard only compares sizes of the inputs.
+
+    A guard is a condition on the inputs that torch.export writes into a .pt2, such as
+    `L['x'].size()[2] >= 2`.
+
+    Args:
+        text: The guard.
 
     Raises:
-        NotAllowedError: Something else stands in it.
+        NotAllowedError: Something else stands in the guard.
     """
     _require_guard(_parsed(text).body, text)
 
 
 def _parsed(text: str) -> ast.Expression:
-    """Return the syntax tree of an expression, if its length, numbers and powers are small."""
+    """Return Python's syntax tree of an expression, which is not evaluated.
+
+    Args:
+        text: The expression, as the file has it.
+
+    Raises:
+        NotAllowedError: The expression is not Python's, or is too long, or has a number or a power
+            so large that evaluating it could take hours.
+    """
     if not text.isascii() or len(text) > _LONGEST:
         raise NotAllowedError(f"the expression {shown(text)}")
 
@@ -92,22 +124,42 @@ def _parsed(text: str) -> ast.Expression:
 
 
 def _is_small(value: object) -> bool:
-    """Whether a constant is a text, a bool, or a number below `_LARGEST_NUMBER`."""
+    """Whether a constant in an expression is allowed by its size.
+
+    A text and a bool are. A number is if its absolute value is below `_LARGEST_NUMBER`.
+
+    Args:
+        value: The constant.
+    """
     if isinstance(value, (bool, str)):
         return True
     return isinstance(value, (int, float)) and abs(value) < _LARGEST_NUMBER
 
 
 def _grows(node: ast.AST) -> bool:
-    """Whether a node is a power or a left shift, as an operator or as a call: 2 ** n, Pow(2, n)."""
+    """Whether a part of an expression is a power or a left shift, whose result may be huge.
+
+    It may be an operator or a call: 2 ** n, 2 << n or Pow(2, n).
+
+    Args:
+        node: The part, as a node of Python's syntax tree.
+    """
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, _GROWING_OPERATORS)
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") in _GROWING
 
 
 def _require_small_power(node: ast.AST, text: str) -> None:
-    """Refuse a power that sympy would compute for hours: a large power, or a power of a power."""
-    # The node is an operator or a call (`_grows`).
+    """Refuse a power that sympy would compute for hours: a large power, or a power of a power.
+
+    Args:
+        node: The power or left shift, as a node of Python's syntax tree (`_grows`).
+        text: The whole expression, for the error.
+
+    Raises:
+        NotAllowedError: The power is refused.
+    """
+    # 2 ** n has the operands left and right. In Pow(2, n) they are the arguments.
     operands = [node.left, node.right] if isinstance(node, ast.BinOp) else getattr(node, "args", [])
     if len(operands) != 2:
         raise NotAllowedError(f"the expression {shown(text)}")
@@ -118,7 +170,13 @@ def _require_small_power(node: ast.AST, text: str) -> None:
 
 
 def _number(node: ast.AST) -> float:
-    """Return the number at a node, or infinity if the node is no plain number."""
+    """Return the number that a part of an expression states, such as 2, -2 or Integer(2).
+
+    The result is infinity if the part is no plain number.
+
+    Args:
+        node: The part, as a node of Python's syntax tree.
+    """
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand)
     # sympy's `srepr` writes a number as a call: Integer(2).
@@ -130,7 +188,14 @@ def _number(node: ast.AST) -> float:
 
 
 def _require_size(node: ast.AST, text: str) -> None:
-    """Check a part of a size's expression, and all that is in it."""
+    """Raise NotAllowedError unless a part of a size's expression is arithmetic.
+
+    The parts inside of it are checked, too.
+
+    Args:
+        node: The part, as a node of Python's syntax tree.
+        text: The whole expression, for the error.
+    """
     if isinstance(node, ast.Call):
         _require_call(node, text)
     elif isinstance(node, ast.Name):
@@ -145,7 +210,14 @@ def _require_size(node: ast.AST, text: str) -> None:
 
 
 def _require_call(call: ast.Call, text: str) -> None:
-    """Check a call in a size's expression: Symbol('s77', integer=True), Add(..., ...)."""
+    """Raise NotAllowedError unless a call in a size's expression is one that sympy writes.
+
+    Such calls are Symbol('s77', integer=True) and Add(..., ...). The arguments are checked, too.
+
+    Args:
+        call: The call, as a node of Python's syntax tree.
+        text: The whole expression, for the error.
+    """
     name = call.func.id if isinstance(call.func, ast.Name) else ""
     if not _FUNCTION.fullmatch(name):
         raise NotAllowedError(f"a call in the expression {shown(text)}")
@@ -166,14 +238,25 @@ def _require_call(call: ast.Call, text: str) -> None:
 
 
 def _is_named_well(function: str, text: str) -> bool:
-    """Whether a text may stand in a call: a symbol's name, or the digits of a Float."""
+    """Whether a text may be the first argument of a call in a size's expression.
+
+    It may be the name of a symbol, Symbol('s77'), or the digits of a number, Float('0.5').
+
+    Args:
+        function: The name of the function that is called.
+        text: The text.
+    """
     if function == "Symbol":
         return bool(SYMBOL.fullmatch(text))
     return function == "Float" and bool(re.fullmatch(r"-?[0-9.]{1,40}(e[-+]?[0-9]{1,3})?", text))
 
 
 def _operands(node: ast.AST, text: str) -> list[ast.expr]:
-    """Return the operands of an operator.
+    """Return the operands of an operator, such as a and b in a + b.
+
+    Args:
+        node: The operator, as a node of Python's syntax tree.
+        text: The whole expression, for the error.
 
     Raises:
         NotAllowedError: The node is no operator of arithmetic.
@@ -190,7 +273,15 @@ def _operands(node: ast.AST, text: str) -> list[ast.expr]:
 
 
 def _require_guard(node: ast.AST, text: str) -> None:
-    """Check a part of a guard, and all that is in it."""
+    """Raise NotAllowedError unless a part of a guard is arithmetic on sizes of the inputs.
+
+    A guard is a condition on the sizes of the inputs. The parts inside of this part are checked,
+    too.
+
+    Args:
+        node: The part, as a node of Python's syntax tree.
+        text: The whole guard, for the error.
+    """
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str):
             raise NotAllowedError(f"a text in the guard {shown(text)}")
@@ -204,7 +295,14 @@ def _require_guard(node: ast.AST, text: str) -> None:
 
 
 def _require_guard_call(call: ast.Call, text: str) -> None:
-    """Check a call in a guard: Max(..., ...), or L['x'].size()."""
+    """Raise NotAllowedError unless a call in a guard is arithmetic, or asks an input for its size.
+
+    Such calls are Max(..., ...) and L['x'].size(), where L['x'] is an input.
+
+    Args:
+        call: The call, as a node of Python's syntax tree.
+        text: The whole guard, for the error.
+    """
     function = call.func
     if call.keywords:
         raise NotAllowedError(f"a call in the guard {shown(text)}")
@@ -219,7 +317,11 @@ def _require_guard_call(call: ast.Call, text: str) -> None:
 
 
 def _is_guard_function(function: ast.expr) -> bool:
-    """Whether a function takes numbers and is allowed in a guard: Max, or torch.sym_max."""
+    """Whether a function may be called in a guard: arithmetic such as Max or torch.sym_max.
+
+    Args:
+        function: The function's name in the call, as a node of Python's syntax tree.
+    """
     if isinstance(function, ast.Name):
         return bool(_GUARD_FUNCTION.fullmatch(function.id))
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
@@ -229,7 +331,14 @@ def _is_guard_function(function: ast.expr) -> bool:
 
 
 def _require_subscript(node: ast.Subscript, text: str) -> None:
-    """Check L['x'].size()[2], L['x'].shape[2], or an input that is a number itself: L['n']."""
+    """Raise NotAllowedError unless square brackets in a guard pick a size, or an input.
+
+    Allowed are L['x'].size()[2], L['x'].shape[2], and an input that is a number itself, L['n'].
+
+    Args:
+        node: The expression with the brackets, as a node of Python's syntax tree.
+        text: The whole guard, for the error.
+    """
     if isinstance(node.value, ast.Call):
         _require_index(node.slice, text)
         _require_guard_call(node.value, text)
@@ -241,7 +350,14 @@ def _require_subscript(node: ast.Subscript, text: str) -> None:
 
 
 def _require_input(node: ast.AST, text: str) -> None:
-    """Check the name of an input: L['x'], L['args'][0], L['images']['left']."""
+    """Raise NotAllowedError unless a part of a guard names an input of the network.
+
+    A guard writes an input as L['x'], L['args'][0] or L['images']['left'].
+
+    Args:
+        node: The part, as a node of Python's syntax tree.
+        text: The whole guard, for the error.
+    """
     while isinstance(node, ast.Subscript):
         _require_index(node.slice, text)
         node = node.value
@@ -250,7 +366,14 @@ def _require_input(node: ast.AST, text: str) -> None:
 
 
 def _require_index(node: ast.AST, text: str) -> None:
-    """Check that an index is a number or a text: 0, -1, 'left'."""
+    """Raise NotAllowedError unless what stands in square brackets is a number or a text.
+
+    Allowed are 0, -1 and 'left', for example.
+
+    Args:
+        node: The index, as a node of Python's syntax tree.
+        text: The whole guard, for the error.
+    """
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         node = node.operand
     if not isinstance(node, ast.Constant) or not isinstance(node.value, (int, str)):

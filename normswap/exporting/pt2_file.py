@@ -67,7 +67,8 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
     for node in list(program.graph.nodes):
         for key in _HISTORY:
             node.meta.pop(key, None)
-        # The assertion that a cast weight has its dtype is no operator of a file.
+        # torch.export adds an assertion of the dtype behind each cast. It computes nothing, so the
+        # file does not need it.
         if node.target is _ATEN._assert_tensor_metadata.default:
             program.graph.erase_node(node)
 
@@ -92,19 +93,26 @@ def _rename_keywords(program: ExportedProgram) -> None:
 
 
 def _without_keywords(path: str) -> str:
-    """Return a dotted path in which an underscore follows each part that is a Python keyword."""
+    """Return a dotted path without Python keywords: `heads.class.bias` as `heads.class_.bias`."""
     parts = [f"{part}_" if keyword.iskeyword(part) else part for part in path.split(".")]
     return ".".join(parts)
 
 
 def has_keywords(network: nn.Module) -> bool:
-    """Whether the path of a layer or tensor of the network has a Python keyword in it."""
+    """Whether a layer or tensor of a network has a Python keyword in its path, as `heads.class`."""
     paths = [*copying.tree(network), *copying.tensors(network)]
     return any(path != _without_keywords(path) for path in paths)
 
 
 def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
-    """Write the program, with the metadata as extra files of the archive."""
+    """Write a program of torch.export to a .pt2 file, which is a zip archive.
+
+    Args:
+        program: The program.
+        contents: The contents of the file. Each text of the metadata becomes an entry of the
+            archive.
+        file: The path of the file.
+    """
     # torch's own writer ends the process when the disk is full, so it writes into memory.
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files=dict(contents.metadata))
@@ -112,7 +120,10 @@ def save(program: ExportedProgram, contents: FileContents, file: Path) -> None:
 
 
 class _Cast(nn.Module):
-    """The parametrization by which a file stores bfloat16 and computes in float32."""
+    """Turns a weight that a file stores in bfloat16 into float32 when a layer reads it.
+
+    It is a parametrization of torch (`torch.nn.utils.parametrize`).
+    """
 
     def forward(self, stored: Tensor) -> Tensor:
         return stored.float()
@@ -132,7 +143,8 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     assert isinstance(module, fx.GraphModule)
 
     # torchao looks at the class of the module that an operator comes from. It passes over
-    # subclasses (timm's Conv2dSame) and gives up where a module is called twice.
+    # subclasses, such as timm's Conv2dSame, and gives up if a module is called twice. So each
+    # operator is said to come from a module of its own, of torch's class.
     for node in module.graph.nodes:
         if node.target in _KINDS:
             node.meta["source_fn_stack"] = [(node.name, _KINDS[node.target])]
@@ -150,12 +162,14 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
 
 
 def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -> fx.GraphModule:
-    """Return an exported module in int8, with ranges from the values that it has on images.
+    """Quantize a module of torch.export to int8, and return it.
+
+    The ranges of its activations are those that they have on calibration images.
 
     Args:
-        module: The exported module.
-        quantizer: Says how each operator is quantized.
-        images: Batches that set the ranges.
+        module: The module, in fp32.
+        quantizer: A quantizer of torchao, which says how each operator is quantized.
+        images: Batches of calibration images.
     """
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
@@ -167,13 +181,15 @@ def calibrated(module: nn.Module, quantizer: object, images: Iterable[Tensor]) -
 
 
 def quantization_config(activations: torch.dtype, levels: int) -> object:
-    """Return the settings of the quantizers: ranges over all images, and a small least step.
+    """Return the settings by which torchao's quantizers round activations and weights.
 
-    With the usual least step, 2^-12, a channel of small weights would be rounded to 0.
+    The range of an activation is its smallest and largest value over all calibration images. A
+    weight has one step per output channel, which may be very small. With torchao's usual smallest
+    step, 2^-12, a channel of small weights would be rounded to 0.
 
     Args:
-        activations: The type of activations, signed or unsigned bytes.
-        levels: The largest weight in steps, on either side of 0.
+        activations: The type of activations, torch.int8 or torch.uint8.
+        levels: How many steps the largest weight is away from 0.
     """
     from torchao.quantization.pt2e import MinMaxObserver, PerChannelMinMaxObserver
     from torchao.quantization.pt2e.quantizer import QuantizationConfig, QuantizationSpec
@@ -201,11 +217,14 @@ def quantization_config(activations: torch.dtype, levels: int) -> object:
 
 
 def open(file: Path, *, inside: bool = False) -> Runs:
-    """Return the file in its runtime: a function from input tensors to the output tensors.
+    """Open a .pt2 file in PyTorch, and return a function that runs it.
+
+    The function takes the file's input tensors and returns its output tensors.
 
     Args:
         file: The path of the file.
-        inside: Whether the function gives all values that the file computes on its way.
+        inside: Whether the function returns all values that the file computes, not only its
+            outputs.
     """
     module = _module(load(file))
     if inside:
@@ -216,14 +235,19 @@ def open(file: Path, *, inside: bool = False) -> Runs:
             with module.graph.inserting_after(node):
                 copies.append(module.graph.call_function(copy.deepcopy, (node,)))
         module.graph.output_node().args = (copies,)
-        # The old code would give the outputs the structure of the network's own.
+        # The module's own code would arrange its outputs as the network does. Plain code returns
+        # the list.
         module.graph.set_codegen(fx.graph.CodeGen())
         module.recompile()
     return torch.no_grad()(module)
 
 
 def _module(program: ExportedProgram) -> nn.Module:
-    """Return the program's module, which checks the sizes of inputs without executing source."""
+    """Return a module that runs a program of torch.export.
+
+    It is made without guards: conditions on the sizes of inputs, written in the file as Python
+    source, which torch would execute.
+    """
     # Before torch 2.9 no source was executed, and there was no such argument.
     if "check_guards" in inspect.signature(program.module).parameters:
         return program.module(check_guards=False)
@@ -231,27 +255,28 @@ def _module(program: ExportedProgram) -> nn.Module:
 
 
 def load(file: Path) -> ExportedProgram:
-    """Return the program of a file, of any precision, without running anything in the file.
+    """Return the program of torch.export in a .pt2 file, without running code in the file.
 
     Raises:
         SourceError: The file holds something that could run code.
-        Exception: An error of torch's, where the file is damaged.
+        Exception: The file is damaged. torch raises errors of several classes.
     """
     with quietly():
         return torch.export.load(rewritten_pt2(file))
 
 
 def nodes(file: Path) -> dict[str, int]:
-    """Return how many operators of each kind the file has, the most frequent kind first.
+    """Return how many operators of each kind a .pt2 file has, the most frequent kind first.
 
-    torch does not read the file.
+    The file is not given to torch, whose reader could run code in it.
     """
     return counted(name.removeprefix("aten.") for name in read_pt2(file).operators)
 
 
 def metadata(file: Path) -> dict[str, str]:
-    """Return the texts that were stored in the file as its metadata, by their keys.
+    """Return the texts that `export` stored in a .pt2 file as metadata, by their keys.
 
-    torch does not read the file.
+    An example is the name of the source network, with the key `source`. The file is not given to
+    torch, whose reader could run code in it.
     """
     return dict(read_pt2(file).extra)

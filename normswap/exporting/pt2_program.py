@@ -98,10 +98,12 @@ def checked_program(record: object) -> dict[str, object]:
 
 
 def checked_payloads(record: object) -> dict[str, object]:
-    """Return the table of weights or constants: where the bytes of each are, its shape and type.
+    """Return the table of weights or constants of a .pt2, after every part of it has been checked.
+
+    It says for each tensor where in the file its bytes are, and its shape and type.
 
     Args:
-        record: The table as JSON has it. It comes from the file, so it is not trusted.
+        record: The table, as parsed JSON. It comes from the file, so it is not trusted.
 
     Raises:
         NotAllowedError: A weight or constant is pickled, or is no plain tensor.
@@ -120,6 +122,8 @@ def require_operator(target: str) -> None:
     Raises:
         NotAllowedError: The operator could do something else, or is not known here.
     """
+    # Arithmetic on sizes is harmless. The graphs inside of operators such as `cond` are checked by
+    # the rule of an argument.
     if _ON_SIZES.fullmatch(target) or _WITH_GRAPHS.fullmatch(target):
         return
 
@@ -139,6 +143,15 @@ def _require_schema(namespace: str, name: str, overload: str, target: str) -> No
     """Check that no argument of an operator can be a file name or raw storage.
 
     The arguments' types are those that the installed PyTorch states for the operator.
+
+    Args:
+        namespace: The first part of the operator's name, such as aten.
+        name: The second part, such as relu.
+        overload: The third part, such as default.
+        target: The whole name, for the error.
+
+    Raises:
+        NotAllowedError: The operator is refused.
     """
     # Look up torch.ops.NAMESPACE.NAME.OVERLOAD.
     operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
@@ -162,7 +175,9 @@ def _require_schema(namespace: str, name: str, overload: str, target: str) -> No
 
 
 def _text(pattern: re.Pattern[str], what: str) -> Rule:
-    """Return a rule for text that matches a pattern from beginning to end.
+    """Return a rule that accepts a text if it matches a pattern from beginning to end.
+
+    A rule is a function that returns a value of the file, or raises NotAllowedError.
 
     Args:
         pattern: The pattern.
@@ -178,7 +193,9 @@ def _text(pattern: re.Pattern[str], what: str) -> Rule:
 
 
 def _one_of(values: Sequence[object], what: str) -> Rule:
-    """Return a rule for one of a few values.
+    """Return a rule that accepts one of a few values.
+
+    A rule is a function that returns a value of the file, or raises NotAllowedError.
 
     Args:
         values: The allowed values.
@@ -194,44 +211,71 @@ def _one_of(values: Sequence[object], what: str) -> Rule:
 
 
 def _identifier(value: object) -> object:
-    """Return the value if it is a name that may stand in Python source."""
+    """Return a value of the file if it is a name that may stand in Python source.
+
+    Raises:
+        NotAllowedError: It is something else.
+    """
     if isinstance(value, str) and _IDENTIFIER.fullmatch(value) and not keyword.iskeyword(value):
         return value
     raise NotAllowedError(f"the name {shown(value)}")
 
 
 def _argument_name(value: object) -> object:
-    """Return the name of an operator's argument. It may be a keyword of Python, or empty."""
+    """Return a value of the file if it may be the name of an operator's argument.
+
+    It may be empty, and it may be a keyword of Python such as `from`.
+
+    Raises:
+        NotAllowedError: It is something else.
+    """
     if isinstance(value, str) and (not value or _IDENTIFIER.fullmatch(value)):
         return value
     raise NotAllowedError(f"the argument {shown(value)}")
 
 
 def _boolean(value: object) -> object:
-    """Return the value if it is true or false."""
+    """Return a value of the file if it is true or false.
+
+    Raises:
+        NotAllowedError: It is something else.
+    """
     if not isinstance(value, bool):
         raise NotAllowedError(f"{shown(value)} where true or false stands")
     return value
 
 
 def _integer(value: object) -> object:
-    """Return the value if it is a whole number of at most 64 bits."""
+    """Return a value of the file if it is a whole number of at most 64 bits.
+
+    Raises:
+        NotAllowedError: It is something else.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= _LARGEST_INTEGER:
         raise NotAllowedError(f"{shown(value)} where a whole number stands")
     return value
 
 
 def _number(value: object) -> object:
-    """Return the value if it is a number, or the text that torch writes for infinity or NaN."""
+    """Return a value of the file if it is a number.
+
+    The texts Infinity, -Infinity and NaN, which torch writes for such numbers, are allowed, too.
+
+    Raises:
+        NotAllowedError: It is something else.
+    """
     if isinstance(value, float) or value in ("Infinity", "-Infinity", "NaN"):
         return value
     return _integer(value)
 
 
 def _message(value: object) -> object:
-    """Return text that an operator takes, such as a mode or the message of an error.
+    """Return a value of the file if it is a short printable text.
 
-    It must be printable and short.
+    Operators take such texts as arguments, for example a mode or the message of an error.
+
+    Raises:
+        NotAllowedError: It is something else.
     """
     if not isinstance(value, str) or len(value) > 10_000 or not value.isprintable():
         raise NotAllowedError(f"the text {shown(value)}")
@@ -239,7 +283,11 @@ def _message(value: object) -> object:
 
 
 def _target(value: object) -> object:
-    """Return the name of an operator, if the operator is allowed."""
+    """Return a value of the file if it is the name of an operator that is allowed.
+
+    Raises:
+        NotAllowedError: It is something else, or an operator that could run code.
+    """
     if not isinstance(value, str):
         raise NotAllowedError(f"the operator {shown(value)}")
     require_operator(value)
@@ -247,17 +295,21 @@ def _target(value: object) -> object:
 
 
 def _left_out(value: object) -> object:
-    """Return an empty dict in place of the notes on a node, such as its stack trace.
+    """Return an empty dict in place of notes in the file, such as the stack trace of a node.
 
-    torch needs none of them.
+    torch needs none of them, so they are not looked at.
     """
     return {}
 
 
 def _guards(value: object) -> object:
-    """Check the comparisons of sizes in the file, and return an empty list in their place.
+    """Check the guards of the file, and return an empty list in their place.
 
-    torch checks sizes without them.
+    A guard is a condition on the sizes of inputs, written as Python source. torch would execute it.
+    torch checks the sizes of inputs without guards, too.
+
+    Raises:
+        NotAllowedError: A guard does something else than compare sizes.
     """
     for guard in _items(value):
         if not isinstance(guard, str):
@@ -267,21 +319,35 @@ def _guards(value: object) -> object:
 
 
 def _size_expression(value: object) -> object:
-    """Return the expression of a size, if it is allowed."""
+    """Return a value of the file if it is an expression of a tensor's size, such as 2*s77.
+
+    Raises:
+        NotAllowedError: It is something else than arithmetic on symbols and numbers.
+    """
     if not isinstance(value, str):
         raise NotAllowedError(f"the expression {shown(value)}")
     return checked_size(value)
 
 
 def _items(value: object) -> list[object]:
-    """Return the value if it is a list."""
+    """Return a value of the file if it is a list. Its items are not checked here.
+
+    Raises:
+        NotAllowedError: It is something else.
+    """
     if not isinstance(value, list):
         raise NotAllowedError(f"{shown(value)} where a list stands")
     return value
 
 
 def _optional(rule: Rule) -> Rule:
-    """Return a rule for null, or for any value that another rule allows."""
+    """Return a rule that accepts null, and what another rule accepts.
+
+    A rule is a function that returns a value of the file, or raises NotAllowedError.
+
+    Args:
+        rule: The other rule.
+    """
 
     def checked(value: object) -> object:
         return None if value is None else rule(value)
@@ -290,12 +356,25 @@ def _optional(rule: Rule) -> Rule:
 
 
 def _list(rule: Rule) -> Rule:
-    """Return a rule for a list, each item of which another rule allows."""
+    """Return a rule that accepts a list if another rule accepts each of its items.
+
+    A rule is a function that returns a value of the file, or raises NotAllowedError.
+
+    Args:
+        rule: The rule for the items.
+    """
     return lambda value: [rule(item) for item in _items(value)]
 
 
 def _table(key_rule: Rule, rule: Rule) -> Rule:
-    """Return a rule for a table, from a rule for its keys and one for its values."""
+    """Return a rule that accepts a dict with any keys and values that two other rules accept.
+
+    A rule is a function that returns a value of the file, or raises NotAllowedError.
+
+    Args:
+        key_rule: The rule for the keys.
+        rule: The rule for the values.
+    """
 
     def checked(value: object) -> object:
         if not isinstance(value, dict):
@@ -306,13 +385,14 @@ def _table(key_rule: Rule, rule: Rule) -> Rule:
 
 
 def _record(name: str, fields: Mapping[str, Rule]) -> Rule:
-    """Return a rule for a dict with some of these fields.
+    """Return a rule that accepts a dict with known fields, each with a rule of its own.
 
-    Any other key must have an empty value. It is left out.
+    A rule is a function that returns a value of the file, or raises NotAllowedError.
+    A field may be missing. A field that is not known must have an empty value and is left out.
 
     Args:
-        name: The name of such records, for the error.
-        fields: The rule of each field, by its name.
+        name: What the error calls such a dict.
+        fields: The rule for the value of each field, by the field's name.
     """
 
     def checked(value: object) -> object:
@@ -327,11 +407,14 @@ def _record(name: str, fields: Mapping[str, Rule]) -> Rule:
 
 
 def _union(name: str, kinds: Mapping[str, Rule]) -> Rule:
-    """Return a rule for a dict of one entry: a kind's name, and a value that its rule takes.
+    """Return a rule that accepts a dict with one entry, whose key says the kind of its value.
+
+    An example is {"as_int": 3}.
+    A rule is a function that returns a value of the file, or raises NotAllowedError.
 
     Args:
-        name: The name of such values, for the error.
-        kinds: The rule of each kind, by its name.
+        name: What the error calls such a value.
+        kinds: The rule for the value of each kind, by the kind's name.
     """
 
     def checked(value: object) -> object:
@@ -346,11 +429,14 @@ def _union(name: str, kinds: Mapping[str, Rule]) -> Rule:
 
 
 def _tree(value: object) -> object:
-    """Return the JSON text that says how inputs or outputs are nested, with its parts checked.
+    """Check the text that says how a network's inputs or outputs are nested, and write it anew.
 
-    For a tuple of one tensor, it is `[1, {"type": "builtins.tuple", "context": "null",
-    "children_spec": [{"type": null, "context": null, "children_spec": []}]}]`, where 1 is the
-    version of the notation.
+    The text is JSON. For a tuple of one tensor, it is `[1, {"type": "builtins.tuple", "context":
+    "null", "children_spec": [{"type": null, "context": null, "children_spec": []}]}]`, where 1 is
+    the version of the notation.
+
+    Raises:
+        NotAllowedError: The value is something else.
     """
     if not isinstance(value, str):
         raise NotAllowedError(f"the tree {shown(value)}")
@@ -362,10 +448,16 @@ def _tree(value: object) -> object:
 
 
 def _branch(spec: object) -> dict[str, object]:
-    """Return a branch of a tree (`_tree`), with its parts checked.
+    """Check one level of the nesting of a network's inputs or outputs, and those inside of it.
 
-    A branch stands for a tensor, or for a tuple, list, dict or output record of transformers that
-    holds further branches.
+    It is a dict that stands for a tensor, or for a tuple, list, dict or output object of
+    transformers. The levels inside are its `children_spec`.
+
+    Returns:
+        The same dict, made of checked parts only.
+
+    Raises:
+        NotAllowedError: The value is something else.
     """
     if not isinstance(spec, dict) or set(spec) != {"type", "context", "children_spec"}:
         raise NotAllowedError(f"the tree {shown(spec)}")
@@ -386,9 +478,14 @@ def _branch(spec: object) -> dict[str, object]:
 
 
 def _keys(context: object) -> object:
-    """Return the keys of a dict of inputs or outputs, from JSON such as `["image", "mask"]`.
+    """Return the keys of a dict of inputs or outputs, after each has been checked.
 
-    The result is None for a tuple or list, whose JSON is `null`.
+    Args:
+        context: The keys as JSON text, such as `["image", "mask"]`. For a tuple or list, which has
+            no keys, it is `null`, and the result is None.
+
+    Raises:
+        NotAllowedError: A key is no plain text or number.
     """
     try:
         keys = json.loads(str(context))
@@ -404,7 +501,12 @@ def _keys(context: object) -> object:
 
 
 def _call_tree(value: object) -> object:
-    """Return the tree of all inputs. The names of keyword arguments must be names in Python."""
+    """Check the text that says how all inputs of a network are nested, and write it anew (`_tree`).
+
+    Raises:
+        NotAllowedError: The value is something else, or the name of a keyword argument is no name
+            in Python.
+    """
     tree = _tree(value)
     _, spec = json.loads(str(tree))
     # The first branch holds the positional arguments. The next one is the dict of the keyword
@@ -416,9 +518,13 @@ def _call_tree(value: object) -> object:
 
 
 def _plain_tensor(value: object) -> object:
-    """Return the shape and type of a weight or constant, if its shape is fixed and not too large.
+    """Return the description of a weight or constant, with its shape and type, after checking it.
 
-    Its sides must be numbers, not expressions, and it may have at most 2^32 values.
+    The sides of the shape must be numbers, not expressions. The tensor may have at most 2^32
+    values.
+
+    Raises:
+        NotAllowedError: The value is something else.
     """
     meta = _TENSOR_META(value)
     assert isinstance(meta, dict)
@@ -432,9 +538,13 @@ def _plain_tensor(value: object) -> object:
 
 
 def _unpickled(value: object) -> object:
-    """Return False if the value is False, which says that a weight is stored as its bytes.
+    """Return False if the field `use_pickle` of a weight is False.
 
-    True would have torch load a pickle, which can run code.
+    False says that the weight is stored as its bytes. True would have torch load a pickle, which
+    can run code.
+
+    Raises:
+        NotAllowedError: The field is something else.
     """
     if value is not False:
         raise NotAllowedError("a pickled weight")
@@ -442,7 +552,11 @@ def _unpickled(value: object) -> object:
 
 
 def _nested_graph(value: object) -> object:
-    """Return the graph inside an operator such as `cond`, with its parts checked."""
+    """Return the graph inside an operator such as `cond`, after every part of it was checked.
+
+    The function looks up `_GRAPH`, the rule for graphs, when it is called. The rule for arguments
+    uses it, and `_GRAPH` is made of that rule.
+    """
     return _GRAPH(value)
 
 

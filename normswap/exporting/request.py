@@ -42,8 +42,9 @@ class ExportRequest:
         signature: The names of the inputs and outputs, and the call of the network.
         inputs: Calls of the network, for a file with all of its inputs and outputs. It is empty for
             a file that takes images and gives one answer.
-        imaged: Whether these inputs are images, for which the network gives several answers.
-        drawn: Whether the values of these inputs are random.
+        imaged: Whether `inputs` are images. So they are if the network takes images but none of its
+            outputs is the answer, and all outputs go into the file.
+        drawn: Whether the values of `inputs` are random.
     """
 
     source: nn.Module
@@ -66,7 +67,7 @@ class ExportRequest:
         inputs: Inputs,
         settings: FileSettings,
     ) -> ExportRequest:
-        """Return the request that `export`'s arguments make.
+        """Check the arguments of a call of `export`, and return them as a request.
 
         Args:
             model: The network, or the result of a conversion.
@@ -121,8 +122,9 @@ class ExportRequest:
 
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
-        """The inputs for tracing: one sample, or two if the number of samples is free.
+        """The input tensors on which the network is traced to write the file.
 
+        They hold one sample. If the file is to take any number of samples, they hold two, because
         torch.export would take the number 1 for a constant.
         """
         count = 2 if self.settings.dynamic_batch else 1
@@ -132,14 +134,21 @@ class ExportRequest:
 
     @property
     def example(self) -> Example:
-        """The call of the network from which its outputs are known."""
+        """A call of the network on its first inputs, or on four images of noise.
+
+        It is made to see what the network returns.
+        """
         if self.inputs:
             return self.inputs[0]
         return self.signature.form.of(self.pictures(count=4))
 
     @property
     def normalization(self) -> tuple[Tensor, Tensor]:
-        """The mean and standard deviation, (C, 1, 1) each, of images that the source takes."""
+        """The mean and the standard deviation by which images are normalized for the network.
+
+        Each is a tensor (C, 1, 1).
+        """
+        # A single number in the record stands for all channels, so it is expanded.
         mean, std = (
             torch.tensor(list(self.config[key]), dtype=torch.float64)
             .expand(self.size[0])
@@ -150,17 +159,21 @@ class ExportRequest:
         return mean, std
 
     def pictures(self, count: int = 16) -> Tensor:
-        """Return smooth noise (count, C, H, W), normalized as the source takes images."""
+        """Return images of smooth noise (count, C, H, W), normalized as the network's images are.
+
+        Args:
+            count: The number of images. The default is enough to check a file on.
+        """
         mean, std = self.normalization
         # The sigmoid brings the noise, of unit variance, into the range of pixels, 0..1.
         return (torch.sigmoid(2 * pink(count, self.size, 0)) - mean) / std
 
     def answered(self) -> tuple[ExportRequest, dict[str, Tensor]]:
-        """Run the network, and return a request for the outputs that it has, with their values.
+        """Run the network once, to see whether it gives one answer, such as the logits.
 
         Returns:
-            This request, or a request for all outputs if none of them is the answer. The values are
-            the network's outputs on `traced_on`, by name.
+            A request and the network's outputs on its `traced_on`, by name. The request is this one
+            if there is an answer. Otherwise it is a copy by which the file gives all outputs.
 
         Raises:
             OptionError: The network does not run, or an option needs one answer.
@@ -173,15 +186,20 @@ class ExportRequest:
             if self.inputs or needs_answer:
                 raise
 
+        # No output is the answer, so images go in and all outputs come out.
         whole = _everything(self.source, self.example, settings.dynamic_batch)
         request = replace(self, signature=whole, inputs=(self.example,), imaged=True)
 
         return request, whole.answers(self.source, request.traced_on)
 
     def raw(self, images: Tensor) -> Tensor:
-        """Return images as the file takes them, from images as the source takes them.
+        """Turn images that are normalized for the network into images for the file.
 
         A file that normalizes images itself takes pixels in 0..1, so the normalization is undone.
+        For any other file, the images are returned as they are.
+
+        Args:
+            images: The normalized images, (N, C, H, W).
         """
         if not self.settings.normalize:
             return images
@@ -233,8 +251,8 @@ class ExportRequest:
                     f"images to calibrate on are {shown}", f"the file takes {taken}", remedy
                 )
 
-        # The tools run the file, so images are given as the file takes them, and in batches of one
-        # size.
+        # The quantizers run the file, so they get images as the file takes them. All batches must
+        # have one size, so the batch size divides the number of images.
         file_images = self.raw(torch.cat(batches))
         divisor = _largest_divisor(len(file_images), at_most=_BATCH)
         batch_size = divisor if self.settings.dynamic_batch else 1
@@ -242,12 +260,15 @@ class ExportRequest:
         return Quantization(file_images.split(batch_size), bits)
 
     def reference(self, rounded: formats.Runs | None = None) -> checks.Reference:
-        """Return the record by which the file is checked: the network, and what the file adds.
+        """Return what the file is compared with when it is checked.
+
+        It is the network, with the normalization and the softmax that the file adds to it.
 
         Args:
             rounded: The network with its numbers rounded to the file's precision. None if the
                 precision is float32.
         """
+        # The check works without the network's recorded structure, too.
         anatomy = None
         with suppress(TraceError):
             anatomy = self.network.anatomy
@@ -257,17 +278,21 @@ class ExportRequest:
 
     @cached_property
     def network(self) -> Network:
-        """The source with its inputs, as conversions take it."""
+        """The `Network` record that conversions such as folding take: the source and its inputs."""
         return Network(self.source, list(self.inputs) or None, self.size)
 
     def on_noise(self, images: Batches | None) -> bool:
-        """Whether the file is checked on noise alone, and not on images or inputs of the user."""
+        """Whether the file is checked on random inputs alone, and on none of the user's.
+
+        Args:
+            images: The user's images to check the file on, or None.
+        """
         return images is None and (not self.inputs or self.imaged or self.drawn)
 
     def batches(self, images: Batches | None = None) -> tuple[Iterable[checks.Batch], str]:
-        """Return the inputs to check the file on, and their name in reports.
+        """Return the inputs to check the file on, and a few words that name them in reports.
 
-        The inputs are batches, each with labels or None.
+        The inputs are pairs of a batch and its labels, or None in place of the labels.
 
         Args:
             images: Batches of the user. Without them, the file is checked on the request's inputs,
@@ -279,8 +304,8 @@ class ExportRequest:
         elif self.inputs:
             described = "given inputs"
 
-        # A file with all inputs of the network is checked without labels, which are taken off if
-        # the inputs are images.
+        # A file with all inputs of the network is checked without labels. Batches of images may
+        # come with labels, which are dropped.
         if self.inputs:
             calls: Batches = self.inputs
             if images is not None:
@@ -291,9 +316,9 @@ class ExportRequest:
         return checks.split(pairs, singly=not self.settings.dynamic_batch), described
 
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
-        """Yield the file's input tensors for each call, with None in place of labels.
+        """Yield the input tensors of the file for each call, paired with None in place of labels.
 
-        If the file takes one sample at a time, each batch is parted into calls of one sample.
+        If the file takes one sample at a time, each batch is split into calls of one sample.
 
         Args:
             batches: Inputs of the network, as the user gives them.
@@ -305,12 +330,17 @@ class ExportRequest:
 
 
 def _largest_divisor(number: int, *, at_most: int) -> int:
-    """Return the largest divisor of a number that is not above `at_most`."""
+    """Return the largest divisor of a number that is at most `at_most`."""
     return next(size for size in range(min(at_most, number), 0, -1) if not number % size)
 
 
 def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield batches of images in float32, each with its labels, or None if it has none."""
+    """Yield pairs of a batch of images in float32 and its labels, or None if it has no labels.
+
+    Args:
+        images: One batch as a tensor, or batches. Each may be a tensor, or a pair of images and
+            labels.
+    """
     for batch in [images] if isinstance(images, Tensor) else images:
         x, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
         yield x.float(), labels
@@ -327,7 +357,8 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
     Raises:
         OptionError: The network does not run, or the number of samples cannot be free.
     """
-    # A free number is traced with two samples (`ExportRequest.traced_on`).
+    # For a file that takes any number of samples, the network is traced with two. A list of images
+    # has no batch dimension, so two of them do not make a batch.
     whole = Signature.of(source, example.first(2 if dynamic_batch else 1))
     has_two_samples = example.first(2).count == 2 and not example.listed
     if dynamic_batch and not has_two_samples:

@@ -49,7 +49,7 @@ class FileSettings:
 
 
 class FileOptions(TypedDict, total=False):
-    """`FileSettings` as keywords."""
+    """The type of `export`'s keyword arguments for the file: the same fields as `FileSettings`."""
 
     format: str | None
     dtype: str
@@ -63,10 +63,10 @@ class FileOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Quantization:
-    """The input of a quantizer.
+    """What a quantizer to int8 is given beside the network.
 
     Args:
-        images: Batches (N, C, H, W) that set the ranges.
+        images: Batches of calibration images (N, C, H, W), which set the ranges of activations.
         weight_bits: The bits of a weight, 7 or 8.
     """
 
@@ -75,5 +75,5 @@ class Quantization:
 
     @property
     def levels(self) -> int:
-        """The largest weight, in quantization steps."""
+        """How many quantization steps the largest weight is away from 0: 64 or 127."""
         return {SAFE_BITS: 64, WHOLE_BITS: 127}[self.weight_bits]

@@ -31,13 +31,16 @@ _REMEDY = "Remove it, and what the file itself says holds; or export the network
 
 
 class _SidecarPart(BaseModel):
-    """Base of the sidecar's records: unknown keys and other types are refused."""
+    """The base class of the records in a sidecar, the JSON file beside an exported file.
+
+    pydantic refuses a record with unknown keys, or with values of other types.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class ImageInput(_SidecarPart):
-    """The images that a file takes.
+    """The images that an exported file takes, as its sidecar describes them.
 
     Args:
         name: The name of the input in the file.
@@ -60,11 +63,11 @@ class ImageInput(_SidecarPart):
 
 
 class Resizing(_SidecarPart):
-    """How an image gets its size.
+    """How an image is resized and cropped before it goes into an exported file.
 
     Args:
         to: Height and width to which the image is resized, before it is cropped.
-        crop_pct: The share of these sides that the crop keeps.
+        crop_pct: The share of this height and width that the crop keeps.
         crop_mode: The way of cropping, by timm's name: center, squash or border.
         interpolation: The way of resizing, by timm's name, such as bicubic.
     """
@@ -94,7 +97,7 @@ class Normalization(_SidecarPart):
 
 
 class Answer(_SidecarPart):
-    """The file's answer, and what its numbers mean.
+    """The answer that an exported file gives, and what its numbers mean.
 
     Args:
         name: The name of the output in the file.
@@ -108,12 +111,12 @@ class Answer(_SidecarPart):
 
 
 class NamedTensor(_SidecarPart):
-    """One of several inputs or outputs.
+    """One of several inputs or outputs of an exported file.
 
     Args:
         name: Its name in the file.
-        dtype: The type of its numbers.
-        shape: Its sides. The first one is None if any batch size is taken.
+        dtype: The type of its numbers, such as float32.
+        shape: Its shape. The first number is None if the file takes any number of samples.
     """
 
     name: Word
@@ -122,7 +125,7 @@ class NamedTensor(_SidecarPart):
 
 
 class CheckedFigures(BaseModel):
-    """How far the file's answers were from its network's: the figures that are printed.
+    """How far the answers of an exported file were from its network's when it was checked.
 
     Args:
         relative_l2: The relative L2 distance of the file's answers from the network's.
@@ -161,8 +164,8 @@ class SidecarOfImages(_SidecarPart):
         input: The images that the file takes.
         resize: How an image gets its size.
         normalize: How pixels are normalized. None if the file does this itself.
-        assumed: The names of the values that the network does not state, for which usual ones stand
-            here.
+        assumed: The names of values above that the network does not state, such as `mean`. Usual
+            values take their place.
         output: The answer that the file gives.
         precision: The types in which the file stores weights and computes.
         checked: How far the file was from its network. A text instead says why it was not checked.
@@ -228,6 +231,7 @@ def body(
         normalize: Whether the file normalizes images itself.
         dynamic: Whether it takes any number of images.
     """
+    # What the network's record states, and the usual values for what it does not state.
     stated = config(model)
     labels = provenance.of(model).pretrained_cfg.get("label_names")
     if isinstance(labels, Mapping):
@@ -258,13 +262,15 @@ def body(
 def plain_body(
     signature: Signature, tensors: Sequence[Tensor], answers: Mapping[str, Tensor], *, dynamic: bool
 ) -> Body:
-    """Return the sidecar of a file with other inputs than images: its inputs and outputs.
+    """Return the sidecar of a file that takes and gives all tensors of a network.
+
+    It lists the name, type and shape of each input and output.
 
     Args:
         signature: The names of the inputs.
-        tensors: The inputs that it was traced on.
-        answers: Its outputs, by name.
-        dynamic: Whether it takes any number of samples.
+        tensors: The inputs that the network was traced on.
+        answers: The outputs for them, by name.
+        dynamic: Whether the file takes any number of samples.
     """
 
     def described(name: str, tensor: Tensor) -> Body:
@@ -281,7 +287,10 @@ def plain_body(
 
 
 def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
-    """Return the metadata of the file. All values are text, lists and records as JSON.
+    """Return the texts that are written into an exported file as its metadata, by their keys.
+
+    They say which network the file was made from, and with which versions. Lists and records are
+    written as JSON.
 
     Args:
         model: The network inside the file.
@@ -303,12 +312,19 @@ def metadata(model: nn.Module, body: Body, dtype: str) -> dict[str, str]:
 
 
 def write(file: Path, body: Body) -> None:
-    """Write the sidecar beside `file`."""
+    """Write the sidecar of an exported file, a JSON file beside it.
+
+    Args:
+        file: The path of the exported file.
+        body: The content of the sidecar.
+    """
     sidecar_of(file).write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
 
 def body_of(file: Path, noted: Mapping[str, str]) -> Body:
-    """Return the sidecar of an exported file. It is empty if `export` did not write the file.
+    """Return the content of an exported file's sidecar, the JSON file beside it.
+
+    It says how the file's inputs are prepared. It is empty if `export` did not write the file.
 
     Args:
         file: The exported file. Its sidecar lies beside it.
@@ -341,9 +357,12 @@ def body_of(file: Path, noted: Mapping[str, str]) -> Body:
 
 
 def _copy_inside(noted: Mapping[str, str]) -> Body:
-    """Return the copy of the sidecar in a file's metadata.
+    """Return the copy of the sidecar that `export` leaves in the metadata of a file.
 
     It is empty if another program wrote the metadata.
+
+    Args:
+        noted: The metadata: texts by their keys.
     """
     text = noted.get("preprocess")
     if not isinstance(text, str):
@@ -377,5 +396,9 @@ def _check(body: Body, origin: str) -> None:
 
 @functools.cache
 def _reader(is_of_images: bool) -> TypeAdapter[Any]:
-    """Return pydantic's validator of a sidecar, which is costly to build and so kept."""
+    """Return pydantic's validator of a sidecar. It is costly to build, so it is kept.
+
+    Args:
+        is_of_images: Whether the sidecar is of a file that takes images and gives one answer.
+    """
     return TypeAdapter(SidecarOfImages if is_of_images else SidecarOfTensors)

@@ -20,15 +20,18 @@ _OTHERS = (
 
 
 class NoAnswerError(OptionError):
-    """The network does not give one tensor with a row per image."""
+    """Raised if the network's answer is not one tensor with a row per image.
+
+    Such a network gives boxes, for example. It can still be exported with all of its outputs.
+    """
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs and outputs of a file, and the call of the network inside.
+    """The names of a file's inputs and outputs, and how the network inside is called with them.
 
     Args:
-        form: The call of the network, with empty tensors in place of its tensors.
+        form: The arguments of a call of the network, with empty tensors in place of its tensors.
         inputs: The names of the file's inputs, in order.
         outputs: The names of the file's outputs, in order.
         whole: Whether all tensors of the network go in and come out, one by one. Otherwise images
@@ -42,11 +45,11 @@ class Signature:
 
     @classmethod
     def of_images(cls, model: nn.Module, output: str) -> Signature:
-        """Return the signature of a file that takes images (N, C, H, W) and gives the answer.
+        """Return the signature of a file that takes images (N, C, H, W) and gives one answer.
 
         Args:
             model: The network.
-            output: The name of the answer.
+            output: The name of the answer in the file, such as `logits`.
         """
         return cls(form(model), (INPUT,), (output,))
 
@@ -83,29 +86,42 @@ class Signature:
                 for name, value in outputs.items()
             }
 
-        # The call is kept with empty tensors in place of its tensors.
+        # `hollow` is the call with empty tensors, as only the places of its tensors are needed.
         return cls(example.hollow, tuple(taken), tuple(outputs), whole=True)
 
     def example(self, tensors: Sequence[Tensor]) -> Example:
-        """Return the call of the network for the tensors that go into the file.
+        """Return the call of the network that has some tensors as its arguments.
 
         Args:
-            tensors: The images alone, or all tensors of the call in the order of `inputs`.
+            tensors: The inputs of the file, in the order of `inputs`: images, or all tensors that
+                the network takes.
         """
         if not self.whole:
             return self.form.of(tensors[0])
+        # Each empty tensor of the call is replaced by the next input.
         values = iter(tensors)
         return self.form.map(lambda _: next(values))
 
     def call(self, network: nn.Module, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the network's outputs for these tensors, in the order of `outputs`."""
+        """Run a network on the file's inputs, and return its outputs in the order of `outputs`.
+
+        Args:
+            network: The network.
+            tensors: The inputs, in the order of `inputs`.
+        """
         output = self.example(tensors).call(network)
         if not self.whole:
             return (answer(output),)
         return tuple(value for _, value in named_tensors(output))
 
     def answers(self, network: nn.Module, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the network's outputs by name, without gradients, floats in float32.
+        """Run a network on the inputs of the file, and return its outputs by name.
+
+        They have no gradients. Floating-point outputs are in float32.
+
+        Args:
+            network: The network.
+            tensors: The inputs, in the order of `inputs`.
 
         Raises:
             OptionError: The network does not run.
@@ -140,7 +156,7 @@ class Signature:
 
 
 def _named(value: object, alone: str) -> dict[str, Tensor]:
-    """Return every tensor in a value, named by the keys on the way to it.
+    """Return every tensor in a value, by a name that is made of the keys on the way to it.
 
     Args:
         value: A tensor, or dicts, lists and objects that hold tensors.
@@ -160,14 +176,14 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
 
 
 def together(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return a tuple of tensors, from one tensor or several."""
+    """Return a tuple of tensors, from a single tensor or a sequence of tensors."""
     if isinstance(x, Tensor):
         return (x,)
     return tuple(x)
 
 
 def alone(values: Iterable[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """Return the only tensor, or a tuple of all of them."""
+    """Return the tensor itself if there is only one, or else a tuple of all tensors."""
     several = tuple(values)
     if len(several) == 1:
         return several[0]

@@ -36,14 +36,18 @@ _RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN.unflatten.int)
 
 
 def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
-    """Return a tool's result for the network, or for its `simpler` form if the tool refuses it.
+    """Convert a network by a tool, or the same network as a simpler graph if the tool refuses it.
 
     Args:
-        contents: The network.
-        convert: The tool. It raises RefusedError where it cannot read a network.
+        contents: The network and its example inputs.
+        convert: A function that has the tool convert a network, and returns the result. It raises
+            RefusedError if the tool cannot read the network.
+
+    Returns:
+        What `convert` returned.
 
     Raises:
-        RefusedError: The tool reads neither network. The error gives the reason for the first.
+        RefusedError: The tool refuses both. The error is the one for the network itself.
     """
     try:
         return convert(copying.duplicate(contents.network, {}))
@@ -55,9 +59,13 @@ def or_simpler(contents: FileContents, convert: Callable[[nn.Module], T]) -> T:
 
 
 def simpler(contents: FileContents) -> fx.GraphModule:
-    """Return the network as a graph with constants precomputed and the splits of q, k, v as slices.
+    """Return a network as a graph of operators that more converters know.
 
-    More tools have the operators of this graph.
+    Values that depend on no input are stored as constants. Queries, keys and values of attention
+    are taken as slices.
+
+    Args:
+        contents: The network and its example inputs.
 
     Raises:
         RefusedError: torch.export cannot express the network.
@@ -71,9 +79,13 @@ def simpler(contents: FileContents) -> fx.GraphModule:
 
 
 def with_constants(contents: FileContents) -> fx.GraphModule:
-    """Return the network's graph of torch.export, with values that depend on no input as constants.
+    """Return a network as a graph of torch.export in which constants are computed beforehand.
 
-    If the graph writes into such a value, no value becomes a constant.
+    Each value that depends on no input is computed here and stored. If the graph writes into such a
+    value, none is stored.
+
+    Args:
+        contents: The network and its example inputs.
 
     Raises:
         RefusedError: torch.export cannot express the network.
@@ -85,6 +97,7 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
         if node.op == "call_module":
             module.graph.erase_node(node)
 
+    # The values of the nodes that depend on no input.
     constants = _constants(module)
     for count, (node, value) in enumerate(constants.items()):
         readers = [user for user in node.users if user not in constants]
@@ -113,9 +126,12 @@ def with_constants(contents: FileContents) -> fx.GraphModule:
 
 @torch.no_grad()
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
-    """Return the values of all nodes that depend on no input.
+    """Return the values of all nodes of a graph that depend on no input, by node.
 
-    The dict is empty if the graph writes into such a value, which is then no constant.
+    The dict is empty if the graph writes into such a value, which then is no constant.
+
+    Args:
+        module: The module of torch.export that has the graph.
     """
     constants: dict[fx.Node, Argument] = {}
     for node in module.graph.nodes:
@@ -147,11 +163,16 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Argument]:
 
 
 def _stand_ins(node: fx.Node) -> dict[fx.Node, Tensor]:
-    """Return an empty tensor for the argument of which a node reads only the shape and dtype.
+    """Return a tensor to use in place of an argument whose numbers an operator does not read.
+
+    An example is x in `torch.zeros_like(x)`, of which only the shape and dtype are read.
+
+    Args:
+        node: The node of the operator.
 
     Returns:
-        A dict from that argument to an empty tensor of its shape and dtype. The dict is empty if
-        the node reads the values of all its arguments.
+        A dict from the node of the argument to an uninitialized tensor of its shape and dtype. The
+        dict is empty if the operator reads the numbers of all its arguments.
     """
     if node.target not in _SHAPE_ARGUMENTS:
         return {}
@@ -162,12 +183,17 @@ def _stand_ins(node: fx.Node) -> dict[fx.Node, Tensor]:
 
 
 def _with(values: Mapping[fx.Node, Argument], args: A) -> A:
-    """Return the arguments, with each node that has a value in `values` replaced by it."""
+    """Return the arguments of a node, with some nodes among them replaced by values.
+
+    Args:
+        values: The value of each node that is replaced.
+        args: The arguments. Nodes inside of lists and dicts are replaced, too.
+    """
     return fx.node.map_arg(args, lambda argument: values.get(argument, argument))
 
 
 def _as_slices(node: fx.Node) -> None:
-    """Take queries, keys and values as slices of the last dimension, in place.
+    """Change a graph in place so that queries, keys and values are slices of the last dimension.
 
     A transformer takes them by way of five dimensions: (N, L, 3 h d) is reshaped to
     (N, L, 3, h, d), permuted to (3, N, h, L, d), and split into three of (N, h, L, d). Here each of
@@ -220,10 +246,13 @@ def _as_slices(node: fx.Node) -> None:
 
 
 def _picked(node: fx.Node) -> dict[fx.Node, int]:
-    """Return the nodes that take one part of a dimension each, with the index of that part.
+    """Return which nodes take x[i] along a dimension of a tensor x, each with its index i.
 
-    `x.select(dim, i)` takes a part itself. After `x.unbind(dim)`, the nodes that read one of the
-    parts take them. The dict is empty if `node` is neither.
+    For `x.select(dim, i)` it is the node itself. For `x.unbind(dim)`, which returns all x[i], they
+    are the nodes that read one of them. The dict is empty if `node` is neither.
+
+    Args:
+        node: A node of a graph of torch.export.
     """
     if node.target is _ATEN.select.int:
         return {node: cast(int, node.args[2])}
