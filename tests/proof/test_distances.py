@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from normswap.errors import VerificationError
 from normswap.proof import comparison
-from normswap.proof.distance import distance
+from normswap.proof.distance import Distance, distance
 from normswap.proof.verdict import Report
 from normswap.surgery.network import Network
 from normswap.surgery.verification import verify
@@ -153,3 +153,18 @@ def test_an_answer_of_zeros_points_nowhere() -> None:
     nothing = torch.zeros(1, 2)
 
     assert distance(torch.tensor([[1.0, 2.0]]), nothing).relative_l2 == 1.0
+
+
+def test_labels_are_compared_by_their_share_and_by_what_guesses_would_get_wrong() -> None:
+    """A guess is right by the sum of the squared frequencies; in two batches, by hand."""
+    labels = torch.tensor([0, 0, 1, 0, 2, 0, 1, 0])
+    found = torch.tensor([0, 1, 1, 0, 2, 2, 1, 0])
+    measured = Distance()
+
+    for rows in (slice(0, 3), slice(3, 8)):
+        measured.add(labels[rows], found[rows])
+
+    assert measured.are_labels
+    assert measured.relative_l2 == measured.largest == 2 / 8
+    assert measured.of_guesses == pytest.approx(1 - (5**2 + 2**2 + 1) / 8**2)
+    assert measured.error("logits", "float32", (8, 3)).agreement == 6 / 8

@@ -16,9 +16,11 @@ from PIL import Image
 from support.command_line import Capture, refused, run_json
 from support.small_trainings import CLASSES, network
 
+import normswap
 from normswap.analysis.advice import Advice
 from normswap.cli.app import main
 from normswap.cli.commands import advise_command
+from normswap.images.accuracy import evaluate
 from normswap.storage import checkpoint
 from normswap.surgery.network import Network
 from normswap.training import trials
@@ -83,6 +85,50 @@ def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(
     assert [trial.advice.scheme for trial in ended] == ["d", "c", "e", "b", "a"]
     assert {trial.lr for trial in ended} == {8e-4}
     assert 120 < clock[0] <= 0.8 * 3 * 60
+
+
+def test_a_trial_tells_what_its_network_reached_before_and_after(tmp_path: Path) -> None:
+    """Against accuracies that are measured here, on the same held-out images."""
+    for number, (label, index) in enumerate(itertools.product(CLASSES, range(4))):
+        (folder := tmp_path / label).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (6 * number, 0, 50)).save(folder / f"{index}.png")
+    tried = Trials(Network(network()), str(tmp_path), 8, 1, "cpu", lambda *_: None)
+    advice = Advice("skipinit", "skipinit", "", "", True)
+
+    trial = tried._trial(advice, 0.01, 2)
+
+    converted = normswap.convert(network(), "skipinit", input_size=(3, 32, 32)).model
+    before = evaluate(converted, tried.held_out)
+    labels = torch.cat([labels for _, labels in tried.held_out])
+    assert (trial.advice, trial.lr, trial.updates) == (advice, 0.01, 2)
+    assert trial.at_once == pytest.approx(before.top1)
+    assert trial.loss_at_once == pytest.approx(before.loss, rel=1e-4)
+    assert trial.after == pytest.approx(100 * float((trial.answers == labels).double().mean()))
+    assert abs(trial.loss - before.loss) > 1e-3
+    assert tried.trials == [trial]
+
+
+@pytest.mark.parametrize(("right", "level"), [(96, True), (95, True), (94, False)])
+def test_a_trial_is_level_if_its_lead_is_within_chance(right: int, level: bool) -> None:
+    """16 of 100 answers differ, so the best may lead by four images."""
+    answers = torch.zeros(100)
+    others = answers.clone()
+    others[:16] = 1
+    advice = Advice("a", "a", "", "", True)
+    best = TargetTrial(advice, 2e-4, 9, 50, 1.0, 99.0, 0.5, answers)
+    trial = TargetTrial(advice, 8e-4, 8, 40, 1.5, right, 0.75, others)
+
+    assert trial.record(best) == {
+        "target": "a",
+        "lr": 8e-4,
+        "updates": 8,
+        "at_once": 40,
+        "after": right,
+        "loss": 0.75,
+        "level": level,
+        "compared": False,
+    }
+    assert best.record(best)["compared"]
 
 
 def ended(target: str, loss: float, *, updates: int = 9, lr: float = 2e-4) -> TargetTrial:

@@ -1,0 +1,164 @@
+"""Law of figures: each line that is printed has the figure of its own key, in the unit it names."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from support.command_line import Capture
+
+from normswap.cli.commands import (
+    decay_command,
+    evaluate_command,
+    inspect_command,
+    spp_command,
+    sweep_command,
+    verify_command,
+)
+from normswap.training.sweep import Line
+
+# No two numbers of a record are the same, so that none stands for another.
+EVALUATED: dict[str, Any] = {
+    "source": "net",
+    "data": "images",
+    "top1": 61.234,
+    "top5": 87.654,
+    "loss": 1.23456,
+    "count": 421,
+    "images_per_s": 917.3,
+    "against": {
+        "source": "other",
+        "top1": 59.871,
+        "agreement": 0.93214,
+        "enough": True,
+        "verdict": "MEASURED",
+    },
+}
+ON_IMAGES: dict[str, Any] = {
+    "count": 421,
+    "source": 61.234,
+    "result": 59.871,
+    "relative_l2": 0.01234,
+    "agreement": 0.93214,
+}
+DECAY: dict[str, Any] = {"source": "net", "policy": "timm", "frozen": 7, "roles": []}
+FACTS: dict[str, tuple[Callable[..., None], Mapping[str, Any], dict[str, str]]] = {
+    "evaluate": (
+        evaluate_command._print,
+        EVALUATED,
+        {
+            "network": "net",
+            "images": "421 of images",
+            "top-1": "61.23 %",
+            "top-5": "87.65 %",
+            "loss": "1.2346",
+            "speed": "917 images/s",
+            "against": "other: top-1 59.87 %",
+            "agreement": "MEASURED, 93.21 %",
+        },
+    ),
+    "verify": (
+        verify_command._print_data,
+        ON_IMAGES,
+        {
+            "images": "421",
+            "top-1": "61.23 % -> 59.87 %",
+            "relative L2": "1.2e-02",
+            "agreement": "93.21 %",
+        },
+    ),
+    "verify, without labels": (
+        verify_command._print_data,
+        {"count": 421, "relative_l2": 0.01234, "agreement": None},
+        {"images": "421", "relative L2": "1.2e-02"},
+    ),
+    "decay": (
+        decay_command._print,
+        DECAY,
+        {"network": "net", "policy": "timm", "frozen tensors": "7"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_each_fact_has_the_figure_of_its_key(name: str, capfd: Capture) -> None:
+    show, body, expected = FACTS[name]
+
+    show(body)
+
+    lines = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in printed(capfd)]
+    assert {line[0]: line[1] for line in lines if line[0] in expected} == expected
+
+
+def printed(capfd: Capture) -> list[str]:
+    return [line for line in capfd.readouterr().out.splitlines() if line.strip()]
+
+
+def cells(lines: list[str], first: str) -> list[str]:
+    """The cells of the row of a table that begins with this word."""
+    (line,) = [line for line in lines if line.split()[:1] == [first]]
+    return [cell.strip() for cell in re.split(r"\s{2,}|[│┃|]", line) if cell.strip()]
+
+
+def test_a_row_of_a_sweep_has_its_own_figures(capfd: Capture) -> None:
+    best = Line(lr=0.25, runs=6, mean=91.234, std=0.356, counted=4, lost=2, full=True, best=True)
+    poor = Line(lr=0.5, runs=5, mean=None, std=None, counted=0, lost=3, full=False)
+    body = {
+        "lines": [vars(best), vars(poor)],
+        "counted": 4,
+        "seeds": 7,
+        "notes": ["a note"],
+        "files": ["runs.csv"],
+        "recipe": "mine.yaml",
+    }
+
+    sweep_command._print(["net", "train.epochs=3"], body)
+
+    lines = printed(capfd)
+    assert "best 4 of 7 runs" in lines[0]
+    assert cells(lines, "0.25") == ["0.25", "91.23 ± 0.36", "4", "6", "2", "best"]
+    assert cells(lines, "0.5") == ["0.5", "0", "5", "3"]
+    assert "a note" in lines
+    assert "written to runs.csv" in lines
+    assert lines[-1].endswith(
+        "normswap finetune net train.epochs=3 --recipe mine.yaml optim.lr=0.25"
+    )
+
+
+def test_rows_of_tables_have_the_figures_of_their_columns(capfd: Capture) -> None:
+    role = {"role": "gamma", "decay": False, "tensors": 12, "values": 345, "reason": "a scale"}
+    decay_command._print({**DECAY, "roles": [role]})
+    assert cells(printed(capfd), "gamma") == ["gamma", "no", "12", "345", "a scale"]
+
+    point = {
+        "block": "layer1",
+        "mean_sq": 0.125,
+        "variance": 2.5,
+        "branch_variance": 0.375,
+        "added_variance": 4.25,
+    }
+    spp_command._print({"curves": {"net": [point]}, "inputs": {"net": "noise"}, "files": []})
+    numbers = [float(cell) for cell in cells(printed(capfd), "layer1")[1:]]
+    assert numbers == [0.125, 2.5, 0.375, 4.25]
+
+    norm = {
+        "path": "bn1",
+        "class": "BatchNorm2d",
+        "channels": 64,
+        "role": "stem",
+        "mean": [-0.5, 0.25],
+        "std": [0.125, 2.0],
+        "constant": 0.0312,
+        "removed": 0.17,
+        "folding": "into conv1",
+        "refused": "",
+    }
+    (row,) = inspect_command._norm_rows(
+        [
+            norm,
+        ]
+    )
+    assert row[:4] == ("bn1", "BatchNorm2d", 64, "stem")
+    assert row[6:] == ("3%", "17%", "into conv1")
+    ((*_, refused),) = inspect_command._norm_rows([{**norm, "refused": "no statistics"}])
+    assert refused == "refused: no statistics"
