@@ -441,3 +441,28 @@ def test_the_error_is_that_of_a_mean_over_parts() -> None:
     errors = [statistics.stdev(column) / 4**0.5 for column in columns]
     assert mean == pytest.approx(statistics.median(sizes))
     assert error == pytest.approx(statistics.median(errors))
+
+
+@pytest.mark.parametrize("first_is_off", [False, True])
+def test_a_finding_of_drift_names_what_is_off_and_the_farthest(first_is_off: bool) -> None:
+    """Means and logarithms of variances count alike, and what fits is not named."""
+    model = trained()
+    case = case_of(model, images(model)[:8])
+    sites = case.sites[:4]
+    sizes = [(0.4 if first_is_off else 0.1, 0.0), (0.5, 1.5), (0.9, 0.2), (0.2, 0.1)]
+    drifts = [
+        drift_of(site, mean, log_var=log_var)
+        for site, (mean, log_var) in zip(sites, sizes, strict=True)
+    ]
+    off = [each for each in drifts if each.is_off]
+
+    finding = drift._far_off(case, drifts, off)
+
+    named = sites[:3] if first_is_off else sites[1:3]
+    assert finding.paths == tuple(site.path for site in named)
+    assert finding.evidence.startswith(f"{len(named)} of 4 norms")
+    assert f"{BATCH * 8} images have, most at {drifts[1]}" in finding.evidence
+    assert finding.name == ("drifted-domain" if first_is_off else "wrong-statistics")
+    assert case.recalibrate in finding.mend
+    assert str(drifts[1]).startswith(f"{sites[1].path}: means off by 0.50 +- 0.00 deviations")
+    assert str(drifts[1]).endswith(f"variances {math.exp(1.5):.1f} x")
