@@ -199,6 +199,8 @@ def _fold_scalar(builder: PlanBuilder, site: Site) -> None:
     if site.called > 1:
         raise NotFoldable("it is called more than once")
 
+    # The layer's own call is to read the multiplied value. Whatever else reads it divides by the
+    # number again. If that is not possible, `attempt` puts the plan back.
     call = builder.traced.calls[id(module)][0]
     (above,) = inputs(call)
     with propagation.attempt(builder):

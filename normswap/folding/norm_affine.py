@@ -250,6 +250,7 @@ def _producer(
     if not isinstance(linear, kinds):
         raise NotFoldable(f"{name(producers[0])} makes its input, not a linear layer")
 
+    # Nothing else may read the layer's outputs, and each of its calls must make one of the values.
     is_shared = any(len(builder.traced.users[node]) > 1 for node in producers)
     if is_shared or set(builder.traced.calls[id(linear)]) != set(producers):
         raise NotFoldable(f"{path} is read elsewhere too")

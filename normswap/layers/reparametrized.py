@@ -264,12 +264,15 @@ def plain_class(module: Linearity) -> type[Linearity]:
     """
     if not is_reparametrized(module):
         return type(module)
+    # torch gives a parametrized layer a class of its own, above the layer's class.
     if parametrize.is_parametrized(module):
         return cast(type[Linearity], parametrize.type_before_parametrizations(module))
+    # Each plain class has a variant that adds a scalar to its input.
     if isinstance(module, InputBiased):
         return next(kind for kind, shifted in INPUT_BIASED.items() if type(module) is shifted)
     if isinstance(module, TunedConv2d):
         return nn.Conv2d
+    # Only standardized convolutions are left. Those with `same_pad` pad as timm's `Conv2dSame`.
     if getattr(module, "same_pad", False):
         return timm_layers.Conv2dSame
     return next(kind for kind in CONVOLUTIONS if isinstance(module, kind))

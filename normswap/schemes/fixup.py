@@ -117,6 +117,7 @@ def _shift_activations(builder: PlanBuilder) -> None:
 
     The activation after a sum gets none here, because the multiplier of the block has that bias.
     """
+    # In a block with the order "post", an activation follows the sum.
     traced = builder.traced
     post_blocks = [block for block in builder.anatomy.blocks if block.order == "post"]
     after_sums = {user for block in post_blocks for user in traced.users[block.total]}
