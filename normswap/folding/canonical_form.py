@@ -127,7 +127,7 @@ def _fold_module(builder: PlanBuilder, site: Site) -> None:
 def _fold_back(builder: PlanBuilder, site: Site) -> None:
     """Fold y = s (W x + b) + t into the layers before it: W' = s W, b' = s b + t.
 
-    This is exact if the outputs of those layers are read by this module alone.
+    This is exact if nothing but this module reads the outputs of the layers before it.
     """
     channels_of = producers(builder, site)
     for linear_path, channels in channels_of.items():

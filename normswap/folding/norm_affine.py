@@ -232,7 +232,7 @@ def _producer(
     *,
     after_steps: bool = False,
 ) -> str:
-    """Return the path of the linear layer that makes these values and no others.
+    """Return the path of the one linear layer that makes all of some values, and nothing else.
 
     Args:
         builder: The plan in the making.

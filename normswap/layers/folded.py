@@ -170,7 +170,7 @@ class Folded(PlannedLayer):
         Args:
             old: The linear layer or convolution, y = W x + b.
             reads: The neighbours, such as a BatchNorm behind the layer.
-            like: An empty tensor of the model's dtype.
+            like: An empty tensor of the model's dtype. If that is float64, so is the result.
             fold_options: The options of `folded`.
         """
         return folded(old, reads, like=like, **fold_options)

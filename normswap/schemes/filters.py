@@ -138,7 +138,7 @@ def _convolutions(
 
     Returns:
         The path and the module of each convolution, once, in the order of forward, and a sentence
-        for each transposed convolution that takes part.
+        for each transposed convolution that the user has not left out (`only`, `skip`).
     """
     # A module may be called several times, or have several paths: its first call counts.
     convolutions: dict[int, tuple[str, nn.modules.conv._ConvNd]] = {}

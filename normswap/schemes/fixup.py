@@ -39,7 +39,8 @@ def plan(anatomy: Anatomy, *, init: str) -> PlanBuilder:
     """
     check_blocks(anatomy)
 
-    # `zeros` leaves out component 2 of the paper's reset, and `scaled` leaves out component 1.
+    # The paper's reset has two components: some layers become 0, and others are scaled down. The
+    # choices `zeros` and `scaled` apply one of them alone.
     builder = fold_norms(anatomy)
     starts_anew = init != "keep"
     if starts_anew:

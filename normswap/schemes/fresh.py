@@ -34,7 +34,7 @@ def without_norms(anatomy: Anatomy) -> PlanBuilder:
     norms = {norm.path for norm in anatomy.norms if norm.is_batchnorm and norm.called}
     for linear in builder.linears.values():
         linear.reads = [read for read in linear.reads if read[0] not in norms]
-    # A norm that was refused, or that does not take part, has no outcome.
+    # A norm that was refused, or that the user has left out (`only`, `skip`), has no outcome.
     for path in sorted(norms & builder.outcomes.keys()):
         _remove(builder, path)
         builder.settle(path, _IDENTITY)

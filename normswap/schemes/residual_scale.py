@@ -128,8 +128,8 @@ def _scale(
         block: The block.
         a: The factor of the skip.
         b: The factor of the branch.
-        divisors: The number by which the residual stream is divided, at each sum so far. If the
-            skip cannot hold a, the block's sum is added.
+        divisors: The number by which the residual stream is divided, by the node of each sum of an
+            earlier block. If the skip cannot hold a, the block's own sum is added.
 
     Returns:
         The factors that are still to be placed: (path, value) for each.
@@ -193,8 +193,8 @@ def _scale_freely(
         block: The block.
         a: The factor of the skip.
         b: The factor of the branch.
-        divisors: The number by which the residual stream is divided, at each sum so far. The
-            block's sum is added.
+        divisors: The number by which the residual stream is divided, by the node of each sum of an
+            earlier block. The block's own sum is added.
 
     Returns:
         The factors that are to be placed: (path, value) for each.
@@ -248,7 +248,8 @@ def _divisor_of_skip(builder: PlanBuilder, block: Block, divisors: dict[fx.Node,
     Args:
         builder: The plan in the making.
         block: The block.
-        divisors: The number by which the residual stream is divided, at each sum so far.
+        divisors: The number by which the residual stream is divided, by the node of each sum of an
+            earlier block.
     """
     # The search goes up the skip, which is the term of the sum that is not the branch.
     node: fx.Node | None = next(term for term in inputs(block.total) if term is not block.branch)

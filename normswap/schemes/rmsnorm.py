@@ -121,12 +121,13 @@ def _note_features(builder: PlanBuilder, path: str, values: list[fx.Node]) -> No
 def _add_stream(
     builder: PlanBuilder, values: list[fx.Node], streams: list[residual_stream.Stream]
 ) -> None:
-    """Add a stream for the values that belong to none so far, if there are any.
+    """Add the residual stream of those inputs of a norm that are in no stream of the list yet.
 
     Args:
         builder: The plan in the making.
-        values: The inputs of a norm.
-        streams: The residual streams whose mean over the channels is to become 0.
+        values: The nodes of the norm's inputs, one for each call.
+        streams: The residual streams whose mean over the channels is to become 0. One is added,
+            unless all inputs are in them.
 
     Raises:
         NotFoldable: The new stream cannot be centred.

@@ -175,7 +175,8 @@ class Site:
     def can_be_synchronized(self) -> bool:
         """Whether torch's SyncBatchNorm can take the place of the module in training.
 
-        It computes neither the ghost batches nor the activation of normswap's own BatchNorm.
+        SyncBatchNorm computes neither the ghost batches nor the activation of normswap's own
+        BatchNorm.
         """
         if not self.is_batchnorm or not isinstance(self.module, OwnLayer):
             return True
