@@ -258,8 +258,10 @@ class Kernel:
         Raises:
             LinAlgError: The covariance is not finite.
         """
+        # The ridge is in units of m, the mean diagonal of the covariance.
         damp = ridge * covariance.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None]
         while True:
+            # A copy of the covariance for each ridge, to whose diagonal the ridge is added.
             kernel = covariance.expand(*damp.shape[:-2], *covariance.shape[1:]).clone()
             kernel.diagonal(dim1=-2, dim2=-1).add_(damp[..., 0])
             factor, failed = torch.linalg.cholesky_ex(kernel)

@@ -161,6 +161,7 @@ def _set_statistics(norms: Mapping[str, Site], sums: _Sums, images: int, most_er
         if not bool(moments.isfinite().all()):
             raise VerificationError(f"the statistics of {path} are not finite on these images")
         _require_enough(path, moments / count, images, most_error)
+        # The first two rows of the moments are the sums of means and of unbiased variances.
         norm.running_mean.copy_(moments[0] / count)
         norm.running_var.copy_(moments[1] / count)
 

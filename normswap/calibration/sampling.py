@@ -24,6 +24,8 @@ def fits(module: nn.Module) -> bool:
         return False
     if not isinstance(module, (nn.Linear, *CONVOLUTIONS)):
         return False
+    # The class may override torch's forward (`is_own`). Then a trial run decides whether it
+    # computes the same map (`computes`).
     return (
         is_reparametrized(module)
         or not own_forwards.is_own(module)
@@ -57,6 +59,7 @@ def patches(
         # A linear map has one group.
         return x[:, None, places], y[:, None, places]
 
+    # Positions are drawn in the flattened output. `_read` takes an index for each side of it.
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
     read = _read(layer, x, np.unravel_index(places.numpy(), tuple(sides)))

@@ -259,6 +259,7 @@ class _Moments:
         read, written = patches(layer, args[0], output, PLACES, self.generator)
         # A filter's mean multiplies the sum over the kernel's positions of each input channel.
         read = read.unflatten(3, (layer.weight.shape[1], -1)).sum(4)
+        # The rows of all images come together: (N, G, p, ...) becomes (G, N p, ...).
         x, y = (rows.transpose(0, 1).flatten(1, 2) for rows in (read, written))
         if self.origin is None:
             self.origin = x.mean(1, keepdim=True)

@@ -291,6 +291,8 @@ def _deviations(
     def only(name: str, values: Outputs) -> Outputs:
         return {name: values[name]} if name in values else {}
 
+    # The relative L2 distance between two values of the name. No error is reported, so no precision
+    # is named.
     def apart(name: str, first: Outputs, second: Outputs) -> float:
         error = between(example, only(name, first), only(name, second), precision="")
         return error.relative_l2
@@ -307,6 +309,7 @@ def _deviations(
         # value. If its size is zero, 1 is taken in its place, to avoid a division by zero.
         base = max(tolerance, least * total_size / (size or 1.0))
         own_change = apart(name, double, eager)
+        # The name of an only output is empty. Then `strip` removes the space behind the kind.
         deviation = Deviation(
             what=f"{kind} {name}".strip(),
             relative_l2=apart(name, eager, compiled),

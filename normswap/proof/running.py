@@ -152,6 +152,8 @@ def outputs_of(output: object) -> Outputs:
     for name, tensor in named_tensors(output, depth=_LEVELS):
         put(name, dense(tensor))
     for name, number in calling.named_numbers(output, depth=_LEVELS):
+        # A float of Python has 64 bits, and keeps all of them. Of ints and bools torch chooses the
+        # dtype.
         exact = torch.float64 if isinstance(number, float) else None
         put(name, torch.tensor(number, dtype=exact))
     return outputs

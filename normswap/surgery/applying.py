@@ -384,6 +384,7 @@ def placed(result: nn.Module, step: Step) -> dict[str, nn.Module]:
     An edit says what is put in the place of one module, parameter or number of the network. Edits
     of parameters and plain numbers place no module, and are left out.
     """
+    # If the step puts layers around a module, the paths inside it are other ones in the result.
     depths = {edit.path: edit.depth for edit in step.edits}
     modules = copying.tree(result)
     new_paths = {edit.path: _path_after(edit.path, depths) for edit in step.edits}

@@ -197,8 +197,8 @@ def _fill(network: Network, skeleton: Network) -> dict[str, Pair]:
     _copy_extra_state(network.module, skeleton.module)
 
     # If a convolution has a bias that its counterpart in the skeleton lacks, the norm behind it has
-    # to add the bias: s (x + bias) + t. The plan of folding tells which norm is behind which
-    # convolution: the one that the convolution absorbs in the way AFTER.
+    # to add the bias: s (x + bias) + t. A plan that folds the skeleton tells which norm is behind a
+    # convolution: the one that the convolution absorbs as a norm `AFTER` it.
     for edit in fold_norms(skeleton.anatomy).edits():
         norms_behind = [read for read in edit.absorbed if read[1].way is AbsorbMode.AFTER]
         name = f"{edit.path}.bias"

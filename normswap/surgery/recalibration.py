@@ -239,6 +239,7 @@ def _without_norms(reference: nn.Module, like: Network) -> nn.Module:
     """
     if not any(site.is_batchnorm for site in sites_of(reference)):
         return reference
+    # Branches are not merged, so that each layer is still at its own path.
     folded = convert(reference, "folded", inputs=like.inputs, input_size=like.size, branches="keep")
     return folded.model
 

@@ -252,6 +252,8 @@ def on_images(
             "count": source_accuracy.count,
         }
 
+    # `form` shows how images are given to the network. `read` returns a call and the labels, which
+    # are not needed here.
     form = calling.form(source.module)
     calls = (form.read(batch)[0] for batch in loader)
     figures = held_out.measured(source.module, result, calls, source.anatomy)

@@ -114,7 +114,8 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
             not converted.
         arch: How the other module is built, if known.
     """
-    # timm's records of the images and classes.
+    # The other module gets what timm records of the images and classes (`pretrained_cfg`), and
+    # provenance that names the same source.
     attributes = network.module.__dict__
     record = network.provenance
     module.__dict__.update(
