@@ -81,7 +81,7 @@ class ChannelLine:
             y: The values that the line should give for them, (C, N).
         """
         self.count += x.shape[1]
-        self.sums += torch.stack([x.sum(1), y.sum(1), x.square().sum(1), (x * y).sum(1)])
+        self.sums += torch.stack([x, y, x.square(), x * y]).sum(2)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of x, each (C,)."""
@@ -95,13 +95,11 @@ class ChannelLine:
         """
         # The slope is the covariance of x and y over the variance of x. Rounding can leave a small
         # variance in a channel that is constant.
-        mean, variance = self.moments()
         # The means of x, of y, of x^2 and of x y.
-        _, target, square, product = self.sums / self.count
+        mean, target, square, product = self.sums / self.count
+        variance = square - mean.square()
         varies = variance > 1e-12 * square
-        slope = torch.where(
-            varies, (product - mean * target) / torch.where(varies, variance, 1.0), 0.0
-        )
+        slope = torch.where(varies, (product - mean * target) / variance, 0.0)
         return slope, target - slope * mean
 
 

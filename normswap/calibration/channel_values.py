@@ -61,20 +61,16 @@ def observed(
     return values
 
 
-def image_moments(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the mean and the mean square of each channel in each image, (2, N, C) in float64.
+def image_moments(_: nn.Module, x: Tensor) -> Tensor:
+    """Return the mean and the mean square of each channel in each image, (2, N, C).
 
-    The norm's running mean is subtracted from x first, so that large means do not cancel the
-    variances.
+    Both are summed in float64, so that large means do not cancel the variances.
 
     Args:
-        norm: The norm that reads x.
-        x: The norm's input, (N, C, places).
+        x: A layer's input, (N, C, places).
     """
-    running_mean, _ = _expected(norm)
-    about = x - running_mean.to(x.dtype)[:, None]
-    square = torch.linalg.vector_norm(about, dim=2).double().square() / x.shape[2]
-    return torch.stack([about.mean(2).double(), square])
+    length = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
+    return torch.stack([x.mean(2, dtype=torch.float64), length.square() / x.shape[2]])
 
 
 def _expected(layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -120,9 +116,11 @@ def dead_leaves(
         except Exception:
             continue
 
-        _, expected_variance = _expected(norms[first_path])
-        _, mean_square = first_moments
-        ratio = float(expected_variance.mean() / mean_square.mean())
+        expected_mean, expected_variance = _expected(norms[first_path])
+        mean, mean_square = first_moments
+        # The mean square about the expected mean.
+        about_expected = mean_square - 2 * expected_mean * mean + expected_mean.square()
+        ratio = float(expected_variance.mean() / about_expected.mean())
 
         # The images get the deviation with which the norm's input has its running variance, but no
         # less than 1/8 and no more than 8, and 1 if the ratio is no positive number.

@@ -1,56 +1,58 @@
 """Streamed least squares: the best weights of a layer, from moments of its inputs and targets.
 
 Only covariances are stored. The rows of a block are summed about a point near their mean, in the
-rows' precision; the sums of blocks are added in float64. Images go in turn to two folds. For each
-ridge, weights are fitted on the first fold. The ridge whose weights err least on the second fold is
-chosen.
+rows' precision; the sums of blocks are added in float64. Images go in turn to two folds, whose sums
+are tensors with both folds. For each ridge, weights are fitted on the first fold. The ridge whose
+weights err least on the second fold is chosen.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from normswap.calibration.host_descent import Numbers
 
 # The ridges that are tried, in units of the mean diagonal of the covariance.
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-# Rows are summed when so many are waiting, or fewer if a row has many numbers.
+# Rows are summed when so many of each fold are waiting, or fewer if a row has many numbers.
 _BLOCK = 4096
 _NUMBERS = 2**22
-# Patches of at most so many numbers are fitted with all ridges at once, wider ones with one ridge
-# after the other, as a ridge that need not be tried saves more than the calls of torch cost.
-_NARROW = 512
+# Patches of at most so many numbers (3 x 3 of 128 channels) are fitted with all ridges at once.
+# Covariances of wider ones take much memory, so they are fitted with one ridge after the other.
+_NARROW = 1152
 # For patches of at least so many numbers, NumPy's symmetric product is faster than torch's.
 _WIDE = 128
 # About so many of a layer's targets are compared when the ridge is chosen.
 _JUDGED = 128
 
 
-@dataclass
+@dataclass(frozen=True)
 class Moments:
     """Sums over rows of inputs x (G, n, f), of targets y (G, n, o) and of their products.
 
-    All sums are about a point near the means, so that large means do not cancel the variances. G
-    counts the groups of a layer, f the inputs and o the outputs of a group.
+    All sums are in float64, and about a point near the means, so that large means do not cancel the
+    variances. G counts the groups of a layer, f the inputs and o the outputs of a group. The sums
+    of both folds are one record, whose tensors then have 2 as their first dimension.
 
     Args:
-        count: The number of rows that were added.
+        count: The number of rows, (1, 1).
         x: The sum of the inputs, (G, f).
         y: The sum of the targets, (G, o).
         xx: The sum of the products x x', (G, f, f).
         xy: The sum of the products y x', (G, o, f).
         yy: The sum of the squares of y, (G, o).
-        x0: The point about which x is summed: the mean of the first batch, (G, f).
-        y0: The point about which y is summed, (G, o).
-        waiting: Rows, less the point, that are not summed yet.
+        x0: The point about which x is summed, (G, f), of both folds.
+        y0: The point about which y is summed, (G, o), of both folds.
         biased: Whether the fitted map has a bias.
     """
 
-    count: int
+    count: Tensor
     x: Tensor
     y: Tensor
     xx: Tensor
@@ -58,87 +60,10 @@ class Moments:
     yy: Tensor
     x0: Tensor
     y0: Tensor
-    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    biased: bool = True
-
-    @classmethod
-    def like(cls, x: Tensor, y: Tensor, *, biased: bool = True) -> Moments:
-        """Return empty moments, about the means of a first batch that `add` has yet to add.
-
-        Args:
-            x: The inputs of the first batch, (G, rows, f).
-            y: The targets of the first batch, (G, rows, o).
-            biased: Whether the map that is fitted has a bias.
-        """
-        # The means over all dimensions but the first (groups) and the last (inputs or targets).
-        x0, y0 = (rows.mean([*range(1, rows.ndim - 1)], dtype=torch.float64) for rows in (x, y))
-        groups, fan = x0.shape
-        out = y0.shape[1]
-        shapes = (
-            (groups, fan),
-            (groups, out),
-            (groups, fan, fan),
-            (groups, out, fan),
-            (groups, out),
-        )
-        xs, ys, xx, xy, yy = (x0.new_zeros(shape) for shape in shapes)
-
-        return cls(0, xs, ys, xx, xy, yy, x0, y0, biased=biased)
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add a batch of rows and their targets.
-
-        Args:
-            x: The inputs, (G, n, f) or (G, N, p, f).
-            y: The targets, (G, n, o) or (G, N, p, o).
-        """
-        self.add_about(_about(x, self.x0).flatten(1, -2), _about(y, self.y0).flatten(1, -2))
-
-    def add_about(self, x: Tensor, y: Tensor) -> None:
-        """Add rows, and their targets, from which the points x0 and y0 are subtracted already.
-
-        Args:
-            x: The inputs less x0, (G, n, f).
-            y: The targets less y0, (G, n, o).
-        """
-        self.waiting.append((x, y))
-        self.count += x.shape[1]
-
-        # Products of many rows at once are faster, so rows wait until there are enough.
-        if sum(rows.shape[1] for rows, _ in self.waiting) >= min(
-            _BLOCK, _NUMBERS // max(self.x.numel(), 1)
-        ):
-            self.flush()
-
-    def flush(self) -> None:
-        """Add the rows in `waiting` to the sums, and clear `waiting`."""
-        if self.waiting:
-            parts = zip(*self.waiting, strict=True)
-            x, y = (torch.cat(rows, 1) if len(rows) > 1 else rows[0] for rows in parts)
-            self.waiting = []
-            self.x += x.sum(1)
-            self.xx += _squared(x)
-            self.y += y.sum(1)
-            self.yy += y.square().sum(1)
-            self.xy += y.transpose(1, 2) @ x
-
-    def __add__(self, other: Moments) -> Moments:
-        """Return the sums over the rows of this record and of another one.
-
-        Args:
-            other: Moments about the same points.
-        """
-        self.flush()
-        other.flush()
-        sums = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in ("count", "x", "y", "xx", "xy", "yy")
-        }
-        return replace(self, **sums)
+    biased: bool
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the means of x (G, f) and of y (G, o)."""
-        self.flush()
         return self.x0 + self.x / self.count, self.y0 + self.y / self.count
 
     def covariances(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,86 +72,161 @@ class Moments:
         Their shapes are C (G, f, f), B (G, o, f) and (G, o). They are about the means, or
         about zero where the fitted map has no bias.
         """
-        self.flush()
         x = self.x / self.count
         y = self.y / self.count
-        share = 1 / self.count
-        # Of products like these torch computes a x x' + b C in one call.
-        covariance = torch.baddbmm(self.xx, x[:, :, None], x[:, None], beta=share, alpha=-1)
-        cross = torch.baddbmm(self.xy, y[:, :, None], x[:, None], beta=share, alpha=-1)
-        variance = torch.addcmul(self.yy * share, y, y, value=-1)
+        count = self.count[..., None]
+        covariance = _plus_outer(self.xx / count, x, x, -1)
+        cross = _plus_outer(self.xy / count, y, x, -1)
+        variance = torch.addcmul(self.yy / self.count, y, y, value=-1)
         if self.biased:
             return covariance, cross, variance
 
         # Without a bias the map cannot remove the means, so the products of the means are added.
         x, y = self.means()
         return (
-            torch.baddbmm(covariance, x[:, :, None], x[:, None]),
-            torch.baddbmm(cross, y[:, :, None], x[:, None]),
+            _plus_outer(covariance, x, x, 1),
+            _plus_outer(cross, y, x, 1),
             torch.addcmul(variance, y, y),
         )
 
 
-def _about(rows: Tensor, point: Tensor) -> Tensor:
-    """Return rows (G, ..., f) minus a point (G, f). Half precision becomes float32."""
-    precision = torch.promote_types(rows.dtype, torch.float32)
-    by_group = (len(point), *(1,) * (rows.ndim - 2), -1)
-    return rows.to(precision) - point.to(precision).view(by_group)
+def _plus_outer(matrix: Tensor, left: Tensor, right: Tensor, factor: int) -> Tensor:
+    """Return matrix + factor * left right', where left is (..., m) and right is (..., n)."""
+    return torch.addcmul(matrix, left[..., :, None], right[..., None, :], value=factor)
 
 
 def _squared(x: Tensor) -> Tensor:
-    """Return x' x of each group, (G, f, f).
+    """Return x' x of each fold and group, (2, G, f, f), of rows x (2, G, n, f).
 
     NumPy's BLAS computes half of the products where an array is multiplied by itself, so wide rows
     on a CPU go through NumPy.
     """
-    if x.device.type != "cpu" or x.shape[2] < _WIDE:
-        return x.transpose(1, 2) @ x
+    if x.device.type != "cpu" or x.shape[3] < _WIDE:
+        return x.mT @ x
     # `Kernel.of` raises where the product is not finite.
     with np.errstate(over="ignore", invalid="ignore"):
-        return torch.stack([torch.from_numpy(rows.T @ rows) for rows in x.numpy()])
+        products = [torch.from_numpy(rows.T @ rows) for rows in x.flatten(0, 1).numpy()]
+    squared: Tensor = torch.stack(products).unflatten(0, x.shape[:2])
+    return squared
 
 
-@dataclass
 class Folds:
-    """The moments of the even images, and the moments of the odd images.
+    """The moments of the even images and the moments of the odd images.
+
+    Products of many rows at once are faster, so rows wait until there are enough. Both folds are
+    summed at once.
 
     Args:
-        halves: The two `Moments`. The list is empty until the first batch is added.
         biased: Whether the fitted map has a bias.
-        images: The number of images that were added.
     """
 
-    halves: list[Moments] = field(default_factory=list)
-    biased: bool = True
-    images: int = 0
+    def __init__(self, *, biased: bool = True) -> None:
+        self.biased = biased
+        # Batches of inputs and targets that are not summed yet.
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        # The points about which inputs (G, 1, f) and targets (G, 1, o) are summed. Empty before the
+        # first batch, whose means they are.
+        self.points: tuple[Tensor, ...] = ()
+        # `Moments.x`, `y`, `xx`, `xy` and `yy` of both folds. Empty before the first sum.
+        self.sums: list[Tensor] = []
+        # The number of images that are summed, and the number of rows of each fold.
+        self.images = 0
+        self.rows = np.zeros(2)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add the rows of N images. Images go to the two halves in turn.
+        """Add the rows of N images. Images go to the two folds in turn.
 
         Args:
             x: The f inputs of each group at p positions of each image, (N, G, p, f).
             y: The targets there, (N, G, p, o).
         """
-        count = len(x)
-        x = x.transpose(0, 1)
-        y = y.transpose(0, 1)
-        if not self.halves:
-            self.halves = [Moments.like(x, y, biased=self.biased) for _ in range(2)]
+        if not self.points:
+            self.points = (_mean_row(x), _mean_row(y))
+        # Only images with the same number of rows can be joined.
+        if self.waiting and self.waiting[0][0].shape[1:] != x.shape[1:]:
+            self._sum_waiting()
 
-        # Both halves sum about the same point, so it is subtracted from all rows at once.
-        x = _about(x, self.halves[0].x0)
-        y = _about(y, self.halves[0].y0)
-        for i, half in enumerate(self.halves):
-            # Image n of all that were ever added goes to half n % 2.
-            images = slice((i - self.images) % 2, None, 2)
-            if x[:, images].numel():
-                half.add_about(x[:, images].flatten(1, 2), y[:, images].flatten(1, 2))
+        self.waiting.append((x, y))
+        waiting_images = sum(len(images) for images, _ in self.waiting)
+        _, groups, positions, fan = x.shape
+        if waiting_images * positions >= 2 * min(_BLOCK, _NUMBERS // (groups * fan)):
+            self._sum_waiting()
+
+    def _sum_waiting(self) -> None:
+        """Add the rows in `waiting` to the sums, and clear `waiting`."""
+        if not self.waiting:
+            return
+
+        inputs, targets = (torch.cat(batches) for batches in zip(*self.waiting, strict=True))
+        self.waiting = []
+        x = self._by_fold(inputs, self.points[0])
+        y = self._by_fold(targets, self.points[1])
+
+        # The products take most of the time, so they are computed in the rows' precision.
+        block = [
+            x.sum(2, dtype=torch.float64),
+            y.sum(2, dtype=torch.float64),
+            _squared(x),
+            y.mT @ x,
+            y.square().sum(2, dtype=torch.float64),
+        ]
+        if not self.sums:
+            self.sums = [sums.double() for sums in block]
+        else:
+            for sums, new in zip(self.sums, block, strict=True):
+                sums += new
+
+        # Image n of all that were ever added is in fold n % 2.
+        count, _, positions, _ = inputs.shape
+        odd_images = (self.images + count) // 2 - self.images // 2
+        self.rows += (positions * (count - odd_images), positions * odd_images)
         self.images += count
 
+    def _by_fold(self, rows: Tensor, point: Tensor) -> Tensor:
+        """Return rows (N, G, p, f) less a point, parted into folds, (2, G, n, f)."""
+        about = rows - point
+        # The first image must be even and the last one odd. Images of zeros, which add nothing to
+        # the sums, are put where that is not so.
+        missing_even = self.images % 2
+        missing_odd = (missing_even + len(rows)) % 2
+        if missing_even or missing_odd:
+            about = F.pad(about, (0, 0, 0, 0, 0, 0, missing_even, missing_odd))
+        parted: Tensor = about.unflatten(0, (-1, 2)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return parted
+
+    def each(self) -> Moments:
+        """Return the moments of both folds."""
+        self._sum_waiting()
+        return self._moments(self.rows.reshape(2, 1, 1), self.sums)
+
     def total(self) -> Moments:
-        """Return the moments of all images: the sum of both halves."""
-        return self.halves[0] + self.halves[1]
+        """Return the moments of all images: the sum of both folds."""
+        self._sum_waiting()
+        return self._moments(self.rows.sum().reshape(1, 1), [each.sum(0) for each in self.sums])
+
+    def _moments(self, count: Numbers, sums: Sequence[Tensor]) -> Moments:
+        x, y, xx, xy, yy = sums
+        x0, y0 = (point[:, 0] for point in self.points)
+        return Moments(
+            count=torch.from_numpy(count).to(x.device),
+            x=x,
+            y=y,
+            xx=xx,
+            xy=xy,
+            yy=yy,
+            x0=x0,
+            y0=y0,
+            biased=self.biased,
+        )
+
+
+def _mean_row(rows: Tensor) -> Tensor:
+    """Return the mean row (G, 1, f) of rows (N, G, p, f), in float32 or more.
+
+    Rows in half precision become float32 when it is subtracted from them.
+    """
+    precision = torch.promote_types(rows.dtype, torch.float32)
+    return rows.mean((0, 2), dtype=torch.float64)[:, None].to(precision)
 
 
 @dataclass(frozen=True)
@@ -266,12 +266,12 @@ class Kernel:
             kernel.diagonal(dim1=-2, dim2=-1).add_(damp[..., 0])
             factor, failed = torch.linalg.cholesky_ex(kernel)
 
-            # A sum of ridges is finite if each is. Reading a number waits for the GPU, so both are
-            # read at once.
-            total, failures = torch.stack([damp.sum(), failed.sum()]).tolist()
-            if not math.isfinite(total):
+            # Reading an answer waits for the device, so both are read at once.
+            answers = torch.cat([damp.flatten(), failed.flatten()]).cpu().numpy()
+            added, failures = np.split(answers, 2)
+            if not np.isfinite(added).all():
                 raise torch.linalg.LinAlgError("the covariance is not finite")
-            if not failures:
+            if not failures.any():
                 return cls(factor, damp)
             damp = torch.where(failed[..., None, None] > 0, 10 * damp, damp)
 
@@ -328,58 +328,61 @@ def regress(folds: Folds, prior: Tensor, *, zero_sum: Tensor | None = None) -> F
             (weight standardization, arXiv:1903.10520). None asks for nothing.
     """
     prior = prior.detach().double()
-    ridge = _best_ridge(folds.halves, prior, zero_sum)
+    ridge = _best_ridge(folds, prior, zero_sum)
     total = folds.total()
     covariance, cross, _ = total.covariances()
     weight = Kernel.of(covariance, ridge).weights(cross, prior, zero_sum=zero_sum)
-    return Fit(weight, _bias(weight, *total.means(), biased=total.biased), ridge)
+    return Fit(weight, _bias(weight, *total.means(), biased=folds.biased), ridge)
 
 
-def _best_ridge(halves: list[Moments], prior: Tensor, zero_sum: Tensor | None) -> float:
-    """Return the ridge of `RIDGES` that predicts the second half of the images best.
+def _best_ridge(folds: Folds, prior: Tensor, zero_sum: Tensor | None) -> float:
+    """Return the ridge of `RIDGES` that predicts the odd images best.
 
-    Weights are fitted on the first half, with growing ridges. The search ends at the first ridge
-    that does not lower the error on the second half.
+    Weights are fitted to the even images, with growing ridges. The search ends at the first ridge
+    that does not lower the error on the odd images.
 
     Args:
-        halves: The moments of the first and the second half of the images.
+        folds: The moments of the even and of the odd images.
         prior: The weight (G, o, f) that a large ridge pulls to.
         zero_sum: The vector u (G, f) for which V u = 0 must hold. None asks for nothing.
     """
-    fitted, other = halves
-    if min(fitted.count, other.count) < 2:
+    each = folds.each()
+    if folds.rows.min() < 2:
         return RIDGES[0]
 
     # About `_JUDGED` outputs, evenly spaced, are enough to judge by.
     judged = slice(None, None, max(prior.shape[1] // _JUDGED, 1))
-    covariance, cross, _ = fitted.covariances()
-    other_covariance, other_cross, other_variance = other.covariances()
-    fitted_means = fitted.means()
-    other_means = other.means()
-    # How far the mean input and the mean target of the second half are from those of the first.
-    apart = [theirs - ours for theirs, ours in zip(other_means, fitted_means, strict=True)]
+    judged_prior = prior[:, judged]
+    covariances, crosses, variances = each.covariances()
+    covariance, other_covariance = covariances
+    cross, other_cross = crosses[:, :, judged]
+    twice_other_cross = 2 * other_cross
+    other_variance = variances[1, :, judged].sum()
+    # How far the mean input and the mean target of the odd images are from those of the even ones.
+    input_means, target_means = each.means()
+    input_shift = input_means[1] - input_means[0]
+    target_shift = (target_means[1] - target_means[0])[:, judged]
 
     def errors(ridges: Sequence[float]) -> list[float]:
-        """Fit weights with each ridge on the first half, and return their errors on the second.
+        """Fit weights with each ridge to the even images, and return their errors on the odd ones.
 
         An error is the squared error, summed over the outputs that are judged (`judged`).
         """
-        ridge = torch.tensor(ridges, dtype=prior.dtype).to(prior.device).view(-1, 1, 1, 1)
-        weight = Kernel.of(covariance, ridge).weights(
-            cross[:, judged], prior[:, judged], zero_sum=zero_sum
-        )
+        ridge = torch.tensor(ridges, dtype=prior.dtype, device=prior.device).view(-1, 1, 1, 1)
+        weight = Kernel.of(covariance, ridge).weights(cross, judged_prior, zero_sum=zero_sum)
 
-        # E |y - b - V x|^2 on the second half is V C V' - 2 V B' + Var[y] with the covariances C of
+        # E |y - b - V x|^2 on the odd images is V C V' - 2 V B' + Var[y] with the covariances C of
         # x and B of y with x there, plus the squared error of the mean output. That error is the
-        # difference between the biases that fit the two halves.
-        offset = _bias(weight, apart[0], apart[1][:, judged], biased=fitted.biased)
-        pulled = weight @ other_covariance - 2 * other_cross[:, judged]
-        constant = other_variance[:, judged].sum()
-        square: Tensor = (pulled * weight).sum((1, 2, 3)) + offset.square().sum((1, 2)) + constant
+        # difference between the biases that fit the two folds.
+        offset = _bias(weight, input_shift, target_shift, biased=folds.biased)
+        pulled = weight @ other_covariance - twice_other_cross
+        square: Tensor = (
+            (pulled * weight).sum((1, 2, 3)) + offset.square().sum((1, 2)) + other_variance
+        )
         return square.tolist()
 
-    # With few inputs per output, all ridges are fitted in one call. With many, a ridge that is not
-    # tried saves more than the calls cost, so they are fitted one by one.
+    # With few inputs per output, all ridges are fitted in one call. With many, the covariances of
+    # all ridges would take much memory, so they are fitted one by one.
     together = len(RIDGES) if prior.shape[2] <= _NARROW else 1
     best = RIDGES[0]
     least = float("inf")

@@ -7,6 +7,7 @@ these values, so a layer may be changed before the layers behind it run.
 
 import copy
 import itertools
+import math
 import shutil
 import tempfile
 from collections import Counter
@@ -75,7 +76,8 @@ class Interpreter:
         each size of the input has a record of its own.
 
         Args:
-            example: The call whose inputs are taken. It is recorded if its size is new.
+            example: The call whose inputs are taken. It is recorded if its size is new and may lead
+                another way through the network.
 
         Raises:
             SourceError: The network runs other operations for this call than for the first.
@@ -83,6 +85,9 @@ class Interpreter:
         # The key is the input's size, as text. If values decide which operations run (`branches`),
         # a number is put before it, so that each call gets a record of its own.
         key = f"{len(self.records)}: {example}" if self.traced.branches else str(example)
+        if self.traced.input_independent and not self.traced.untracked:
+            # All inputs take the way of the first record.
+            self.records[key] = self.traced
         if key not in self.records:
             record = record_once(self.traced.modules[""], example)
             if _operations(record.nodes) != _operations(self.nodes):
@@ -189,9 +194,9 @@ class Lockstep:
         takes_parts = all(network_input.runs(model, first.first(1)) for model in models)
         # If a network does not run on the images, `run` raises an error that says why, before
         # anything is stored.
-        trial = first.first(1) if takes_parts else first
-        for model in models:
-            run(model, trial)
+        if not takes_parts:
+            for model in models:
+                run(model, first)
 
         # For each batch, the stored values of each network.
         self.batches: list[list[Values]] = []
@@ -268,7 +273,7 @@ class Lockstep:
                 ]
 
         # Reading an answer waits for the GPU, so it is read once for all batches.
-        if extremes and not bool(torch.stack(extremes).isfinite().all()):
+        if extremes and not all(map(math.isfinite, torch.stack(extremes).tolist())):
             raise VerificationError(
                 "the network gives values that are not finite on the calibration images"
             )

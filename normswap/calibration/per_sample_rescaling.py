@@ -14,7 +14,7 @@ random shapes), so that no images are needed, and from the user's images if ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,22 +91,21 @@ def choose_rescaling(
 
     # Dead leaves are always among the images, so that scales can be chosen without the user's, and
     # so that a few images do not decide alone.
+    leaves = observed(target, norms, dead_leaves(target, example, norms), image_moments)
+    users = observed(target, norms, first_images(target, batches, MOST), image_moments)
+
     inputs: dict[str, NormInputs] = {}
-    # Each pass over images gives a record for each norm. The second record is put beside the first.
-    for images in (dead_leaves(target, example, norms), first_images(target, batches, MOST)):
-        for path, moments in observed(target, norms, images, image_moments).items():
-            means, squares = torch.cat(moments, 1).cpu()
-            if bool(means.isfinite().all() and squares.isfinite().all()):
-                values = NormInputs.of(
-                    means, squares, norms[path], args[path]["groups"], args[path]["eps"]
-                )
-                inputs[path] = inputs[path].beside(values) if path in inputs else values
+    for path, norm in norms.items():
+        moments = [torch.cat(part[path], 1).cpu() for part in (leaves, users) if path in part]
+        finite = [part for part in moments if np.isfinite(part.numpy()).all()]
+        if finite:
+            inputs[path] = NormInputs.of(finite, norm, args[path]["groups"], args[path]["eps"])
 
     for path, scale in _scales(inputs).items():
         norm = norms[path]
         # The shift gives the scaled channel the mean 0.
         scale = scale.to(norm.weight.device)
-        shift = -scale * norm.running_mean.double()
+        shift = -scale * norm.running_mean
         for network in (target, result):
             rescale_output(rescaling_layer(network, path, holders), scale, shift)
 
@@ -138,18 +137,29 @@ def _scales(inputs: Mapping[str, NormInputs]) -> dict[str, Tensor]:
     return scales
 
 
-def _about_mean(means: Numbers, squares: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the means and mean squares of channels after the mean over all images is subtracted.
+def _scaled_to(variances: Numbers, means: Numbers, squares: Numbers) -> tuple[Numbers, Numbers]:
+    """Return means and mean squares of images, centred, and scaled to given variances.
 
     Args:
+        variances: The variance that each channel gets, averaged over the images, (G, c).
         means: The mean of each channel in each image, (N, C).
         squares: The mean square of each channel in each image, (N, C).
+
+    Returns:
+        The means and the mean squares about the mean of all images, both (G, N, c).
     """
     centre = means.mean(0)
-    centred = means - centre
     # E (x - c)^2 = E x^2 - 2 c E x + c^2. A mean square is no smaller than the squared mean.
     # Rounding can make it smaller in a constant channel, whose mean would then outweigh all others.
-    return centred, np.maximum(squares - 2 * centre * means + centre**2, centred**2)
+    apart = means - centre
+    about_mean = np.maximum(squares - 2 * centre * means + centre**2, apart**2)
+
+    # Part the channels into groups, (N, C) to (G, N, c), and scale each to its variance.
+    groups = len(variances)
+    centred = apart.reshape(len(apart), groups, -1).swapaxes(0, 1)
+    energy = about_mean.reshape(len(apart), groups, -1).swapaxes(0, 1)
+    ratio = np.sqrt(variances / np.maximum(energy.mean(1), 1e-30))[:, None]
+    return centred * ratio, energy * ratio**2
 
 
 @dataclass(frozen=True)
@@ -174,9 +184,7 @@ class NormInputs:
     eps: Tensor
 
     @classmethod
-    def of(
-        cls, means: Tensor, squares: Tensor, norm: nn.Module, groups: int, eps: float
-    ) -> NormInputs:
+    def of(cls, moments: Sequence[Tensor], norm: nn.Module, groups: int, eps: float) -> NormInputs:
         """Return the record of a norm's inputs, with each channel scaled to its running variance.
 
         The network was not trained on the synthetic images (dead leaves). Without that scaling, a
@@ -184,8 +192,8 @@ class NormInputs:
         other images. A squared error of channel c costs (gamma_c / deviation_c)^2.
 
         Args:
-            means: The mean of each channel in each image, (N, C).
-            squares: The mean square of each channel in each image, (N, C).
+            moments: For each kind of images the mean and the mean square of each channel in each
+                image, (2, N, C). Each kind is scaled by itself.
             norm: The target's BatchNorm.
             groups: The number of groups of the result's GroupNorm.
             eps: The eps of the result's GroupNorm.
@@ -194,22 +202,13 @@ class NormInputs:
         # the norm's output by the scale's square. Only the ratios between channels matter.
         scale, _ = site_of(norm).scale_and_shift
         _, variance = site_of(norm).input_moments
-        on_cpu = torch.stack([scale, variance.to(scale)]).detach().cpu().double()
+        on_cpu = torch.stack([scale, variance]).cpu()
         scales, variances = on_cpu.numpy().reshape(2, groups, -1)
         effect = scales**2
         effect = effect / max(effect.max(), 1e-30)
 
-        # Part the channels into groups, (N, C) to (G, N, c), and scale each to its running
-        # variance.
-        centred_means, centred_squares = _about_mean(
-            means.double().numpy(), squares.double().numpy()
-        )
-        by_group = (len(centred_means), groups, -1)
-        centred = centred_means.reshape(by_group).swapaxes(0, 1)
-        energy = centred_squares.reshape(by_group).swapaxes(0, 1)
-        ratio = np.sqrt(variances / np.maximum(energy.mean(1), 1e-30))[:, None]
-        centred = centred * ratio
-        energy = energy * ratio**2
+        kinds = [_scaled_to(variances, *kind.double().numpy()) for kind in moments]
+        centred, energy = (np.concatenate(values, 1) for values in zip(*kinds, strict=True))
 
         # The eps of a group is the GroupNorm's, times the group's mean variance over the mean
         # variance of all groups. It is no less than the BatchNorm's.
@@ -237,16 +236,6 @@ class NormInputs:
             strict=True,
         )
         return cls(*(torch.cat(values) for values in tensors))
-
-    def beside(self, other: NormInputs) -> NormInputs:
-        """Return a record with the images of this record and those of another one.
-
-        Args:
-            other: The moments of the same norm's inputs on other images.
-        """
-        means = torch.cat([self.means, other.means], 1)
-        squares = torch.cat([self.squares, other.squares], 1)
-        return NormInputs(means, squares, self.var, self.effect, self.eps)
 
     def least_costly(self) -> Tensor:
         """Return a signed scale for each channel of the norm's input (C,), with a low loss.

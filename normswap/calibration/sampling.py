@@ -63,7 +63,7 @@ def patches(
     sides = y.shape[2:]
     places = draw(math.prod(sides), count, generator)
     read = _read(layer, x, np.unravel_index(places.numpy(), tuple(sides)))
-    targets = y.flatten(2)[:, :, places.to(y.device)]
+    targets = _at(y.flatten(2), places)
 
     # Part the channels into groups: (N, C, p, taps) becomes (N, G, p, f), and (N, O, p) becomes
     # (N, G, p, o).
@@ -79,11 +79,17 @@ def columns(maps: Tensor, places: Tensor) -> Tensor:
         maps: The maps, (N, C, ...).
         places: The indices of the places in a flattened map, (p,).
     """
-    flat = maps.reshape(*maps.shape[:2], -1)
+    values = _at(maps.reshape(*maps.shape[:2], -1), places).transpose(0, 1)
+    # The copy in float64 is laid out by channel, so that it need not be copied again.
+    return values.to(torch.float64, memory_format=torch.contiguous_format).flatten(1)
+
+
+def _at(flat: Tensor, places: Tensor) -> Tensor:
+    """Return the values of flattened maps (N, C, n) at some places, (N, C, p)."""
     # If there are as many places as the map has, they are all places, in order (`draw`).
-    if flat.shape[2] != len(places):
-        flat = flat[:, :, places]
-    return flat.double().transpose(0, 1).flatten(1)
+    if flat.shape[2] == len(places):
+        return flat
+    return flat[:, :, places.to(flat.device)]
 
 
 def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.intp]]) -> Tensor:
@@ -117,7 +123,7 @@ def _read(conv: nn.modules.conv._ConvNd, x: Tensor, at: Sequence[npt.NDArray[np.
     if inside.all():
         return read
 
-    return read * torch.from_numpy(inside.reshape(by_position)).to(read)
+    return read * torch.from_numpy(inside.reshape(by_position)).to(read.device)
 
 
 def draw(size: int, count: int, generator: torch.Generator) -> Tensor:
@@ -131,5 +137,5 @@ def draw(size: int, count: int, generator: torch.Generator) -> Tensor:
         generator: The source of the random numbers.
     """
     if size <= count:
-        return torch.arange(size)
+        return torch.from_numpy(np.arange(size))
     return torch.randperm(size, generator=generator)[:count]

@@ -38,7 +38,7 @@ from normswap.layers.placeholders import Vacant
 from normswap.layers.site_norm import SiteNorm
 from normswap.models.calling import Example, named_tensors
 from normswap.models.modes import Progress, evaluating, undisturbed
-from normswap.sites.site import site_of
+from normswap.sites.site import Site, site_of
 
 # A row is the patch of a layer's input at one position, with f numbers. Rows are taken from at most
 # so many positions of an image.
@@ -210,13 +210,13 @@ class Destination:
     """Where a layer's output x goes: into scale * x plus a shift, and then perhaps into a sum.
 
     Args:
-        scale: The factor of each channel, (C,) or (1,), in float64.
+        affine_maps: The affine maps that the output passes.
         other_terms: The nodes of the sum's other term. In a destination that was followed in
             both networks they are the node in the source and the node in the result. Empty if the
             output goes into no sum.
     """
 
-    scale: Tensor
+    affine_maps: tuple[Site, ...]
     other_terms: tuple[fx.Node, ...]
 
     @classmethod
@@ -240,7 +240,7 @@ class Destination:
         other_terms = source_destination.other_terms + result_destination.other_terms
         both_are_sums = len(other_terms) == 2
         if not both_are_sums:
-            return cls(source_destination.scale, ())
+            return cls(source_destination.affine_maps, ())
 
         their_term, our_term = other_terms
         are_known = (
@@ -248,7 +248,16 @@ class Destination:
             and result.index[our_term] < result.index[ours]
         )
         # The target is made from the source's output, so the source's scale counts.
-        return cls(source_destination.scale, other_terms if are_known else ())
+        return cls(source_destination.affine_maps, other_terms if are_known else ())
+
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        """The factor of each channel, (C,) or (1,), in float64."""
+        scale = torch.ones(1, dtype=torch.float64)
+        for site in self.affine_maps:
+            factor, _ = site.scale_and_shift
+            scale = scale.to(factor) * factor
+        return scale
 
     @functools.cached_property
     def is_divisible(self) -> bool:
@@ -289,7 +298,7 @@ def _follow(traced: Traced, node: fx.Node) -> Destination:
         traced: The recorded network.
         node: The layer's node.
     """
-    scale = torch.ones(1, dtype=torch.float64)
+    affine_maps: list[Site] = []
     # The other terms of the sum that the output goes into. Empty before the sum.
     other_terms: tuple[fx.Node, ...] = ()
 
@@ -306,9 +315,8 @@ def _follow(traced: Traced, node: fx.Node) -> Destination:
             # The reader is no module, or has other inputs, too.
             break
         elif is_before_sum and site.is_affine and site.refusal_of_kind is None:
-            # The reader computes s x + t for each channel. The factors s are collected.
-            factor, _ = site.scale_and_shift
-            scale = scale.to(factor) * factor
+            # The reader computes s x + t for each channel.
+            affine_maps.append(site)
         else:
             does_nothing = isinstance(module, (nn.Identity, nn.Dropout, DropPath, Vacant))
             is_passed_norm = is_before_sum and normalizes(module)
@@ -322,7 +330,7 @@ def _follow(traced: Traced, node: fx.Node) -> Destination:
 
         node = reader
 
-    return Destination(scale, other_terms)
+    return Destination(tuple(affine_maps), other_terms)
 
 
 @dataclass(frozen=True)
@@ -429,7 +437,7 @@ def _fit_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
         # Inputs in half precision are normalized in float32.
         precision = torch.promote_types(our_input.dtype, torch.float32)
         x = columns(normalized(module, our_input.to(precision)), positions)
-        y = s[:, None] * columns(their_input, positions) + t[:, None]
+        y = torch.addcmul(t[:, None], s[:, None], columns(their_input, positions))
         # If a sum follows, its other term differs between the networks. The difference is added to
         # the norm's target, divided by the scale that stands between norm and sum.
         destination = pair.destination
@@ -437,7 +445,7 @@ def _fit_norm(module: Any, source: nn.Module, pair: LayerPair) -> None:
             their_term, our_term = destination.other_terms
             their_values = columns(theirs[their_term.name], positions)
             difference = their_values - columns(ours[our_term.name], positions)
-            y = y + difference / destination.scale.to(y)[:, None]
+            y = torch.addcdiv(y, difference, destination.scale.to(y)[:, None])
         line.add(x, y)
 
     gamma, beta = line.fitted()
@@ -534,12 +542,16 @@ def _set(model: nn.Module, before: Values, fitted: Values, share: float) -> None
     tensors = copying.tensors(model)
     values = dict(fitted if share else before)
     if share not in (0, 1):
+        # All floating-point numbers of the network are interpolated as one vector.
         floats = [name for name, tensor in tensors.items() if tensor.is_floating_point()]
-        pairs = [before[name] for name in floats], [fitted[name] for name in floats]
-        for name, mixed in zip(floats, torch._foreach_lerp(*pairs, share), strict=True):
-            # Interpolating between equal infinities gives NaN, so equal values are kept.
-            unchanged = before[name] == fitted[name]
-            values[name] = torch.where(unchanged, before[name], mixed)
+        old = torch.cat([before[name].flatten() for name in floats])
+        new = torch.cat([fitted[name].flatten() for name in floats])
+        # Interpolating between equal infinities gives NaN, so equal values are kept.
+        mixed = torch.where(old == new, old, torch.lerp(old, new, share))
+        parts = mixed.split([before[name].numel() for name in floats])
+        values |= {
+            name: part.view_as(before[name]) for name, part in zip(floats, parts, strict=True)
+        }
 
     torch._foreach_copy_(list(tensors.values()), [values[name] for name in tensors])
 

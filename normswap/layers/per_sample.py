@@ -220,14 +220,15 @@ def follow_rescaling(norm: nn.Module, scale: Tensor, offset: Tensor) -> None:
         offset: The number that is added to each channel of the input (C,).
     """
     layer: Any = norm
-    old_mean, old_var = (value.clone() for value in affine.statistics(layer))
+    eps = affine.epsilon(layer)
+    old_mean, old_var = affine.statistics(layer)
+    old_std = (old_var + eps).sqrt()
     layer.running_mean.copy_(scale * old_mean + offset)
     layer.running_var.copy_(scale.square() * old_var)
 
     # The stored variance is rounded, so it is read back for an exact gamma.
-    eps = affine.epsilon(layer)
     new_std = (layer.running_var.double() + eps).sqrt()
-    layer.weight.mul_(new_std / (scale * (old_var + eps).sqrt()))
+    layer.weight.mul_(new_std / (scale * old_std))
 
 
 def leveling(norm: nn.Module, groups: int) -> tuple[Tensor, Tensor]:
@@ -247,7 +248,8 @@ def leveling(norm: nn.Module, groups: int) -> tuple[Tensor, Tensor]:
 def rescaled(conv: Linearity, scale: Tensor, offset: Tensor) -> Linearity:
     """Return a copy of a convolution that computes scale * y + offset, (C,) each, in place of y."""
     new = copying.duplicate(conv, {})
-    new.weight.copy_(conv.weight.double() * per_filter(conv, scale))
+    # A product with float64 is computed in float64, and rounded once.
+    new.weight.mul_(per_filter(conv, scale))
     bias = scale * doubled(conv.bias, torch.zeros_like(scale)) + offset
     new.bias = nn.Parameter(bias.to(conv.weight), requires_grad=conv.weight.requires_grad)
     return new
@@ -265,8 +267,9 @@ def rescale_output(
     """
     assert layer.bias is not None, "`rescaled` gave it one"
     weight_factor = scale if isinstance(layer, ChannelAffine) else per_filter(layer, scale)
-    layer.weight.copy_(layer.weight.double() * weight_factor)
-    layer.bias.copy_(scale * layer.bias.double() + shift)
+    # Products with float64 are computed in float64, and rounded once.
+    layer.weight.mul_(weight_factor)
+    layer.bias.copy_(scale * layer.bias + shift)
 
 
 def rescaling_layer(

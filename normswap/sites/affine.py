@@ -220,10 +220,12 @@ def _batchnorm_map(norm: BatchNorm, *, unit_gamma: bool) -> Pair:
     if unit_gamma:
         return scale, -mean * scale
 
+    # Products and differences with float64 are float64.
     if norm.weight is not None:
-        scale = scale * norm.weight.detach().double()
-    shift = -mean * scale
-    return scale, shift + doubled(norm.bias, torch.zeros_like(shift))
+        scale = scale * norm.weight.detach()
+    if norm.bias is None:
+        return scale, -mean * scale
+    return scale, norm.bias.detach() - mean * scale
 
 
 def statistics(norm: nn.Module) -> Pair:

@@ -1,6 +1,7 @@
 """Streamed least squares against a dense computation of its own, and what calibration refuses."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from normswap.calibration import (
     sequential_fit,
     synthetic_images,
 )
-from normswap.calibration.least_squares import Folds, Moments
+from normswap.calibration.least_squares import Folds
 from normswap.calibration.synthetic_images import leaves
 from normswap.errors import OptionError, RefusedError, SourceError
 from normswap.graph import inspection
@@ -190,17 +191,43 @@ def test_blocks_in_float32_are_as_good_as_float64(
     assert (one.weight - two.weight).norm() <= 1e-4 * two.weight.norm()
 
 
+@pytest.mark.parametrize("block", [1, least_squares._BLOCK])
+def test_images_go_to_both_folds_in_turn(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of odd sizes, summed one by one or together, against NumPy."""
+    monkeypatch.setattr(least_squares, "_BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    x = 3 + torch.randn(15, 2, 3, 4, generator=generator, dtype=torch.float64)
+    y = torch.randn(15, 2, 3, 5, generator=generator, dtype=torch.float64)
+    folds = Folds()
+
+    for inputs, targets in zip(x.split([5, 3, 7]), y.split([5, 3, 7]), strict=True):
+        folds.add(inputs, targets)
+    covariance, cross, variance = folds.each().covariances()
+    input_mean, target_mean = folds.each().means()
+
+    for fold, group in itertools.product(range(2), range(2)):
+        rows = torch.cat([x, y], 3)[fold::2, group].flatten(0, 1).numpy()
+        wanted = np.cov(rows.T, bias=True)
+        place = (fold, group)
+        assert np.allclose(covariance[place].numpy(), wanted[:4, :4])
+        assert np.allclose(cross[place].numpy(), wanted[4:, :4])
+        assert np.allclose(variance[place].numpy(), wanted.diagonal()[4:])
+        assert np.allclose(input_mean[place].numpy(), rows.mean(0)[:4])
+        assert np.allclose(target_mean[place].numpy(), rows.mean(0)[4:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_of_half_precision_are_summed_up_in_float32(dtype: torch.dtype) -> None:
     """As a network in half precision gives them: only the rows are rounded."""
     generator = torch.Generator().manual_seed(0)
     x, y = ((1 + torch.randn(1, 3000, width, generator=generator)).to(dtype) for width in (5, 2))
-    moments = Moments.like(x, y)
+    # Each row is an image, and the layer has one group.
+    folds = Folds()
     for rows, targets in zip(x.split(700, 1), y.split(700, 1), strict=True):
-        moments.add(rows, targets)
+        folds.add(rows[0, :, None, None], targets[0, :, None, None])
     both = np.cov(torch.cat([x, y], 2)[0].double().numpy().T, bias=True)
 
-    covariance, cross, variance = (value[0].numpy() for value in moments.covariances())
+    covariance, cross, variance = (value[0].numpy() for value in folds.total().covariances())
     for got, wanted in (
         (covariance, both[:5, :5]),
         (cross, both[5:, :5]),

@@ -53,7 +53,8 @@ def norm_of(x: Tensor, effect: Tensor) -> Any:
 
 
 def site(x: Tensor, effect: Tensor, eps: float = EPS) -> NormInputs:
-    return NormInputs.of(x.mean(2), x.square().mean(2), norm_of(x, effect), GROUPS, eps)
+    moments = torch.stack([x.mean(2), x.square().mean(2)])
+    return NormInputs.of([moments], norm_of(x, effect), GROUPS, eps)
 
 
 def leveled(scale: Tensor, var: Tensor) -> Tensor:
@@ -149,9 +150,8 @@ def test_where_the_channels_lie_and_the_unit_of_costs_do_not_count() -> None:
     apart = torch.linspace(-3, 3, CHANNELS, dtype=torch.float64)
     moved = x + apart.view(-1, 1)
     one = site(x, effect)
-    two = NormInputs.of(
-        moved.mean(2), moved.square().mean(2), norm_of(x, 1e50 * effect), GROUPS, EPS
-    )
+    moments = torch.stack([moved.mean(2), moved.square().mean(2)])
+    two = NormInputs.of([moments], norm_of(x, 1e50 * effect), GROUPS, EPS)
     for part in ("means", "squares", "var", "effect"):
         assert torch.allclose(getattr(one, part), getattr(two, part), rtol=1e-4, atol=1e-4), part
 
@@ -167,7 +167,7 @@ def test_a_channel_that_is_constant_on_these_images_is_as_loud_as_the_norm_says(
     squares = x.square().mean(2)
     means[:, 3] = 1e3 + torch.linspace(-1e-5, 1e-5, len(x), dtype=torch.float64)
     squares[:, 3] = means[:, 3].square() - 1e-6
-    found = NormInputs.of(means, squares, norm, GROUPS, EPS)
+    found = NormInputs.of([torch.stack([means, squares])], norm, GROUPS, EPS)
     assert bool((found.means.square().mean(1) <= 1.0001 * found.var).all())
     assert bool(torch.isfinite(found.least_costly()).all())
 

@@ -71,9 +71,8 @@ def by_folds(x: Tensor) -> Moments:
         patches = part.flatten(2).transpose(1, 2)[:, None]
         folds.add(patches, patches[..., :1])
     total = folds.total()
-    return total.means()[0][0], total.covariances()[0][0].diagonal() * total.count / (
-        total.count - 1
-    )
+    count = float(total.count)
+    return total.means()[0][0], total.covariances()[0][0].diagonal() * count / (count - 1)
 
 
 def by_estimating(x: Tensor) -> Moments:
@@ -87,12 +86,11 @@ def by_estimating(x: Tensor) -> Moments:
 
 
 def by_image(x: Tensor) -> Moments:
-    """From each image's moments about what the norm expects."""
-    norm: Any = nn.BatchNorm2d(C)
-    norm.running_mean.copy_(x.mean((0, 2, 3)) + 0.1 * x.std((0, 2, 3)))
-    means, squares = (values.mean(0) for values in channel_values.image_moments(norm, x.flatten(2)))
+    """From each image's moments."""
+    moments = channel_values.image_moments(nn.Identity(), x.flatten(2))
+    mean, square = moments.mean(1)
     count = x.numel() / C
-    return means + norm.running_mean.double(), (squares - means.square()) * count / (count - 1)
+    return mean, (square - mean.square()) * count / (count - 1)
 
 
 @torch.no_grad()
