@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.lived_in_networks import batchnorms, distance, lived_in, run
 from support.model_sources import rewrite
 from support.sampled_tables import quick
+from support.small_trainings import network
 from torch import nn
 
 import normswap
@@ -397,3 +399,47 @@ def test_the_card_of_a_chain(kept: Kept | None, said: str) -> None:
         "\n- Source: `resnet18.a1_in1k` (tensors' SHA-256 `ab12`)\n- Conversion: source\n" in known
     )
     assert "Not verified" in model_card.render(record, None)
+
+
+# Networks with and without a file of the norms that were replaced.
+KINDS = ("source", "folded", "groupnorm")
+
+
+@pytest.fixture(scope="module")
+def of_each_kind() -> dict[str, nn.Module]:
+    return {
+        "source": network(),
+        "folded": network("folded"),
+        "groupnorm": network("groupnorm"),
+    }
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """The files of a network; of tensors, whose header has no order, names, texts and size."""
+    found: dict[str, object] = {}
+    for path in folder.iterdir():
+        found[path.name] = path.read_bytes()
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as opened:
+                found[path.name] = opened.metadata(), {*opened.keys()}, path.stat().st_size
+    return found
+
+
+@pytest.mark.parametrize("before", KINDS)
+@pytest.mark.parametrize("after", KINDS)
+def test_what_replaces_a_network_is_what_stands_alone(
+    before: str, after: str, of_each_kind: dict[str, nn.Module], tmp_path: Path
+) -> None:
+    """Nothing of the network before is left, in any order of two kinds."""
+    alone = normswap.save(of_each_kind[after], tmp_path / "alone")
+    place = normswap.save(of_each_kind[before], tmp_path / "place")
+    (place / "notes.txt").write_text("the user's own")
+
+    normswap.save(of_each_kind[after], place, force=True)
+
+    assert (place / "notes.txt").read_text() == "the user's own"
+    (place / "notes.txt").unlink()
+    assert contents(place) == contents(alone)
+    loaded = normswap.load(place).state_dict()
+    for name, tensor in of_each_kind[after].state_dict().items():
+        assert torch.equal(loaded[name], tensor)

@@ -92,3 +92,18 @@ def test_a_keyword_reaches_the_hub(name: str, reached: Reached) -> None:
     for beside, values in VALUES.items():
         words = {} if beside == name else {beside: values[1]}
         assert reached({**words, name: one}) != reached({**words, name: other}), beside
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_the_client_is_asked_for_this_and_no_more(private: bool, reached: Reached) -> None:
+    asked = reached({"repo": "me/one", "private": private, "message": "first"})
+
+    made = ("create_repo", told((("me/one",), {"private": private, "exist_ok": True})))
+    assert asked.count("create_repo") == 1
+    assert repr(made) in asked
+    # A repository that must be private is looked at before it is made.
+    assert ("repo_info" in asked) is private
+    assert "'create_commit', 'me/one'" in asked
+    assert asked.endswith("'first')]")
+    for name in ("model.safetensors", "config.json", "README.md", "norms.safetensors"):
+        assert asked.count(f"'{name}'") == 1
