@@ -272,10 +272,22 @@ def _check_entries(arch: str, arguments: Mapping[str, object]) -> None:
             raise SourceError(f"{arch} cannot be built with {name}={value!r:.200}", why)
 
         # An argument of texts for people, such as the names of classes, may hold any keys.
-        entries = value if isinstance(value, list | tuple) else [value]
-        for entry in entries:
+        for entry in _entries(value):
             if isinstance(entry, Mapping) and name not in _SHOWN:
                 _check_entries(arch, entry)
+
+
+def _entries(value: object) -> Iterator[object]:
+    """Yield the entries of lists in lists, at any depth. A value that is no list is yielded itself.
+
+    Args:
+        value: The value of a builder's argument.
+    """
+    if isinstance(value, list | tuple):
+        for entry in value:
+            yield from _entries(entry)
+    else:
+        yield value
 
 
 def _reason_against(name: str, value: object) -> str:
@@ -305,13 +317,7 @@ def _reason_against_values(value: object) -> str:
 
     A path of a file, an address and a huge number are refused, also inside lists.
     """
-    values = value if isinstance(value, list | tuple) else [value]
-    for entry in values:
-        if isinstance(entry, list | tuple):
-            reason = _reason_against_values(entry)
-            if reason:
-                return reason
-
+    for entry in _entries(value):
         if isinstance(entry, str) and _names_a_place(entry):
             return "it names a file or an address"
         if isinstance(entry, int | float) and abs(entry) > _LARGEST:

@@ -200,12 +200,15 @@ class Example:
         """Whether images are the only tensors in the input of a network.
 
         It is taken to be so if there is one tensor and no list, or one list that holds only
-        tensors. Then other images can take their place, and nothing else need be changed.
+        tensors, and no tensor beside it. Then other images can take their place, and nothing else
+        need be changed.
         """
+        count = len(self.tensors())
         lists = [value for value in self._values() if isinstance(value, list)]
         if lists:
-            return len(lists) == 1 and all(isinstance(entry, Tensor) for entry in lists[0])
-        return len(self.tensors()) == 1
+            are_tensors = all(isinstance(entry, Tensor) for entry in lists[0])
+            return len(lists) == 1 and are_tensors and count == len(lists[0])
+        return count == 1
 
     @property
     def mirrors(self) -> bool:
@@ -248,7 +251,10 @@ class Example:
             TraceError: The input holds more than images, such as a second tensor.
         """
         if not self.only_images:
-            what = "a list of records" if self.listed else f"{len(self.tensors())} tensors"
+            lists = [value for value in self._values() if isinstance(value, list)]
+            entries = [entry for entry_list in lists for entry in entry_list]
+            has_records = not all(isinstance(entry, Tensor) for entry in entries)
+            what = "a list of records" if has_records else f"{len(self.tensors())} tensors"
             remedy = "Say what each is: '--input NAME=SHAPE' (in Python `inputs=`)"
             raise TraceError("the network takes more than images", f"it takes {what}", remedy)
         if self.listed:

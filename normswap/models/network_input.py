@@ -323,8 +323,8 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
     """Return one batch of random values for the inputs that the network's record states.
 
     The result is a list with one entry: the input of the network. It is None if the record states
-    no inputs. float32 inputs are drawn from N(0, 1). Others are whole numbers from 0, below the
-    number of rows of the smallest embedding, or below 2 if the network has no embedding.
+    no inputs. Floating-point inputs are drawn from N(0, 1). Others are whole numbers from 0, below
+    the number of rows of the smallest embedding, or below 2 if the network has no embedding.
 
     Args:
         model: The network.
@@ -340,12 +340,13 @@ def drawn_calls(model: nn.Module, batch: int = 2, seed: int = 0) -> DrawnCalls |
     embeddings = [each for each in nn.Module.modules(model) if isinstance(each, nn.Embedding)]
     fewest_rows = min((each.num_embeddings for each in embeddings), default=2)
     values: dict[str, object] = {}
-    for name, (shape, dtype) in stated.items():
-        if dtype == "float32":
-            values[name] = torch.randn(batch, *shape, generator=generator)
+    for name, (shape, dtype_name) in stated.items():
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        if dtype.is_floating_point:
+            numbers = torch.randn(batch, *shape, generator=generator)
         else:
-            whole_numbers = torch.randint(fewest_rows, (batch, *shape), generator=generator)
-            values[name] = whole_numbers.to(getattr(torch, dtype))
+            numbers = torch.randint(fewest_rows, (batch, *shape), generator=generator)
+        values[name] = numbers.to(dtype)
     # The inputs are given by name. `like` gives them the network's device and dtype.
     return DrawnCalls([Example((), values).like(model)])
 
@@ -488,7 +489,11 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
             return (module.in_channels, *_SIDE[len(module.kernel_size)])
         if isinstance(module, nn.Linear):
             return (module.in_features,)
-        # `site_of` describes a norm. A BatchNorm that comes first is taken for one of images.
+        # Behind a norm of rows, signals or volumes, the next layer tells how many sides they have.
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
+            continue
+        # `site_of` describes a norm. Any other BatchNorm that comes first is taken for one of
+        # images.
         site = site_of(module)
         if site.is_batchnorm and site.channels:
             return (site.channels, *_SIDE[2])

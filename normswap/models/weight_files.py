@@ -465,7 +465,7 @@ def _has_finite_numbers(name: str, tensor: Tensor, origin: str) -> bool:
         tensor: The tensor.
         origin: The file's name, for the message.
     """
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     try:
         return is_finite(tensor)

@@ -105,7 +105,7 @@ def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
             built = build()
         model = network(built)
         # If the state dict holds each of the network's tensors once, no zero stays.
-        if _count_of_tensors(model) == len(copying.state_tensors(model)):
+        if _saves_each_tensor_once(model):
             model._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
             return built
     except TooLargeError:
@@ -116,14 +116,21 @@ def _undrawn(build: Callable[[], _T], network: Callable[[_T], nn.Module]) -> _T:
     return build()
 
 
-def _count_of_tensors(model: nn.Module) -> int:
-    """Return how many tensors a network holds as parameters, buffers or plain attributes."""
-    # A tensor that stands in several places counts once, by its identity.
-    tensors: set[int] = set()
+def _saves_each_tensor_once(model: nn.Module) -> bool:
+    """Whether a network's state dict holds each of its tensors, and under one name alone.
+
+    Its tensors are parameters, buffers and plain attributes.
+    """
+    # A tensor that stands in several places is one tensor, by its identity.
+    own_tensors: set[int] = set()
     for module in nn.Module.modules(model):
         for holder in (module._parameters, module._buffers, vars(module)):
-            tensors.update(id(value) for value in holder.values() if isinstance(value, Tensor))
-    return len(tensors)
+            own_tensors.update(id(value) for value in holder.values() if isinstance(value, Tensor))
+
+    # With `keep_vars`, the state dict has the network's own tensors and no views of them.
+    state = model.state_dict(keep_vars=True)
+    saved = [id(value) for value in state.values() if isinstance(value, Tensor)]
+    return len(saved) == len(own_tensors) and set(saved) == own_tensors
 
 
 def identify(

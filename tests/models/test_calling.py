@@ -226,6 +226,17 @@ def test_lists_of_images_of_any_size() -> None:
     assert done.report.kept.count == 6
 
 
+def test_images_in_a_list_beside_a_mask_are_not_all_that_goes_in() -> None:
+    images = [torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)]
+    assert calling.Example((images,)).only_images
+
+    call = calling.Example((images,), {"mask": torch.ones(2)})
+
+    assert not call.only_images
+    with pytest.raises(TraceError, match="it takes 3 tensors"):
+        call.of(torch.zeros(2, 3, 8, 8))
+
+
 X = torch.randn(8, *SIZE)
 WRONG: list[tuple[Any, Any, Any, str]] = [
     (Keyword, {"pixel_values": X}, [{"pixels": X}], "do not fit the network: .*pixels"),

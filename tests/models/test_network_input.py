@@ -61,6 +61,9 @@ def test_a_network_that_begins_with_a_transposed_convolution() -> None:
         (nn.Conv3d(2, 4, 3), (2, 16, 64, 64)),
         (nn.Linear(7, 4), (7,)),
         (nn.BatchNorm2d(5), (5, 224, 224)),
+        (nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 4)), (7,)),
+        (nn.Sequential(nn.BatchNorm1d(6), nn.Conv1d(6, 4, 3)), (6, 224)),
+        (nn.Sequential(nn.BatchNorm3d(2), nn.Conv3d(2, 4, 3)), (2, 16, 64, 64)),
     ],
 )
 def test_the_first_layer_tells(layer: nn.Module, expected: tuple[int, ...]) -> None:
@@ -223,6 +226,19 @@ def test_one_broken_number_is_enough(name: str, value: float) -> None:
     assert not network_input.has_broken_statistics(norm)
     getattr(norm, name)[1] = value
     assert network_input.has_broken_statistics(norm)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "float32"])
+def test_inputs_of_every_floating_point_type_are_no_whole_numbers(dtype: str) -> None:
+    network = zoo.for_inputs(nn.Linear(5, 2), {"input": [(5,), dtype]})
+
+    drawn = network_input.drawn_calls(network)
+
+    assert drawn is not None
+    (values,) = drawn[0].tensors()
+    assert values.shape == (2, 5)
+    assert not torch.equal(values, values.round())
+    assert bool((values < 0).any())
 
 
 def silent() -> nn.Module:

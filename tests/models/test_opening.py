@@ -137,6 +137,17 @@ class Hidden(nn.Linear):
         self.weight.data.copy_(state_dict[f"{prefix}weight"])
 
 
+class Tied(nn.Module):
+    """One weight has two names in the state dict, and a buffer has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("positions", torch.arange(1.0, 5.0), persistent=False)
+
+
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -168,6 +179,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "a random buffer": lambda: Noisy(False),
     "a random attribute": lambda: Noisy(True),
     "a hidden parameter": Hidden,
+    "a tied weight beside a buffer that is not saved": Tied,
 }
 
 

@@ -221,6 +221,13 @@ def test_a_whole_network_is_read_without_its_code(tmp_path: Path) -> None:
     assert (tmp_path / "w.pt").exists()
 
 
+@pytest.mark.parametrize("value", [complex("nan"), complex(0, float("inf"))])
+def test_complex_numbers_are_looked_at_too(value: complex) -> None:
+    check_finite({"weight": torch.ones(3, dtype=torch.complex64)}, "it")
+    with pytest.raises(SourceError, match="NaN or inf in weight"):
+        check_finite({"weight": torch.tensor([1, value])}, "it")
+
+
 def test_broken_statistics_are_taken_while_nothing_else_is_broken(state: State) -> None:
     name = "layer2.0.bn1.running_var"
     nan = float("nan")

@@ -51,6 +51,8 @@ def folder(tmp_path: Path, state: State) -> Path:
         (Arch("resnet18", {"block_args": 3}), ["resnet18", "block_args=3"]),
         (Arch("resnet18", {"pretrained": True}), ["pretrained"]),
         (Arch("resnet18", {"checkpoint_path": "/x"}), ["checkpoint_path"]),
+        (Arch("resnet18", {"a": [[{"checkpoint_path": "x"}]]}), ["checkpoint_path"]),
+        (Arch("resnet18", {"a": [[[{"b": "/x"}]]]}), ["a file or an address"]),
     ],
 )
 def test_create_refuses(arch: Arch, said: list[str]) -> None:
