@@ -573,8 +573,8 @@ class _Comparison:
         if self.double_error is not None and self.precise is not None:
             own_change = self.precise.own_change
 
-        # The base of half precision is the eps of its dtype, 1e-3 or more, which is coarse enough.
-        # The base of any other precision is multiplied.
+        # The base of half precision is the eps of its dtype, about 1e-3 or more, which is coarse
+        # enough. The base of any other precision is multiplied.
         least = base if allowance.is_half(finest) else _VISIBLE * base
         allowed = allowance.of_outputs(finest, own_change).most
         return max(least, allowed)
