@@ -204,8 +204,8 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
 
     Args:
         step: The step.
-        builder: The plan in the making, with outcomes and notes. None if the step was planned
-            earlier.
+        builder: What planned the step, which has the outcome for each norm, and notes. None if the
+            step was planned earlier.
     """
     # Without a builder there are no outcomes and no notes.
     outcomes = getattr(builder, "outcomes", {})
@@ -251,7 +251,7 @@ def of_conversion(conversion: Conversion, scheme: str = "") -> list[Body]:
 
 
 def of_report(report: Report) -> Body:
-    """Return a report as a dict.
+    """Return the report of a conversion, with the errors that were measured, as a dict.
 
     `within` is added to each error at the outputs: whether it is within the tolerance.
 

@@ -349,6 +349,7 @@ def _own_role(owner: nn.Module, name: str, gamma: str) -> str | None:
     if isinstance(owner, OwnLayer) and name in owner.ROLES:
         role = owner.ROLES[name]
         return gamma if role == GAMMA else role
+    # A parameter of a norm with another name than these two gets None, as below.
     if site_of(owner).is_norm:
         return {"weight": gamma, "bias": "beta"}.get(name)
     if name in ("gain", "skipinit_gain"):
@@ -418,10 +419,10 @@ def _gammas_of_norms(anatomy: Anatomy) -> dict[str, str]:
 
 
 def _tuned_norms(model: nn.Module) -> dict[str, str]:
-    """Return the path of the norm that each convolution of the scheme `tune` has absorbed.
+    """Return which norm each convolution of the scheme `tune` has absorbed.
 
-    Such a convolution computes with the statistics of the norm as constants, and trains the norm's
-    gamma and beta.
+    `tune` lets a convolution take over the norm behind it. The convolution computes with the norm's
+    statistics as constants, and trains the norm's gamma and beta.
 
     Returns:
         The path of the norm, by the path of the convolution.

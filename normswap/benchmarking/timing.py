@@ -85,14 +85,15 @@ def run(
         progress: Called with a sentence at the beginning of each round.
 
     Returns:
-        A row for each contender. `status` is ok, wrong (the answers are not the network's, so it is
-        not timed) or failed, and `reason` says why. `error` is the relative L2 distance of the
-        answers from the first contender's. `verdict` is MEASURED or WRONG, as these bounds prove
-        nothing. It is None for a contender that failed, and for the first one if it is right. Times
-        are in ms: the median and the quartiles.
+        A row for each contender. `status` is ok, wrong (its answers are not the network's, so it is
+        not timed) or failed, and `reason` says why. `error` is the relative L2 distance of its
+        answers from the first contender's. `verdict` is MEASURED or WRONG, and never PROVED,
+        because the errors that are allowed here (`BOUNDS`) are too large for a proof. It is None
+        for a contender that failed, and for the first one if it is right. `ms`, `ms_low` and
+        `ms_high` are the median and the quartiles of a pass.
     """
-    # Each contender that is timed, its prepared images, and the seconds of each of its passes.
     rows = check_contenders(contenders, images, device)
+    # Each contender that is timed, its prepared images, and the seconds of each of its passes.
     timed: list[tuple[Contender, Tensor, list[float]]] = []
     for contender, row in zip(contenders, rows, strict=True):
         if row["status"] == "ok":
@@ -112,6 +113,8 @@ def run(
             timer = Timer("run(images)", globals=names, timer=now, num_threads=threads)
             passes += timer.blocked_autorange(min_run_time=seconds / ROUNDS).times
 
+    # `timed` has the same contenders as these rows, in the same order. The first of them is the one
+    # that `speedup` is relative to.
     timed_rows = [row for row in rows if row["status"] == "ok"]
     for row, (_, _, passes) in zip(timed_rows, timed, strict=True):
         row |= figures(passes, len(images), first=timed[0][2])

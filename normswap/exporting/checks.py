@@ -103,7 +103,11 @@ class Figures:
 
     @property
     def verdict(self) -> str:
-        """PROVED, NOT PROVED or WRONG if the file claims to be exact, or else MEASURED."""
+        """One word for the result of the check: PROVED, MEASURED, NOT PROVED or WRONG.
+
+        A file that passed is PROVED if it claims to be exact, and else MEASURED. A file that did
+        not pass is NOT PROVED if no mistake could have shown, and else WRONG.
+        """
         return verdict.word(exact=self.exact, passed=self.passed, unproved=bool(self.unproved))
 
     @property
@@ -389,13 +393,15 @@ class _Compared:
             if not has_row_for_each_sample:
                 self.of_samples.discard(name)
 
-            # Top-1 is counted for scores (N, classes). Their axis of classes is 1.
+            # Top-1 is counted only for scores (N, classes), whose classes lie along axis 1.
+            # `distances.axes` has the axis of classes of each output.
             axis = self.distances.axes.get(name)
             is_comparable = self.distances.by_output[name].is_comparable
             if axis == 1 and is_comparable and labels is not None:
                 self.hits[name].add(expected[name], actual[name], labels)
 
-        # Keep the first batch, and some inputs for a file of the source.
+        # Keep what later measurements need: the first batch with its outputs, and the inputs of the
+        # first batches.
         if self.distances.count <= _KEPT:
             self.inputs.append(tensors)
         self.first = self.first or example
@@ -607,10 +613,10 @@ class _Compared:
         return Allowance(self.dtype, allowed, self._own_change(name), allowance.STRAYING).most
 
     def error_of_unfolded(self) -> float:
-        """Return the relative L2 error of a file that was written without folding.
+        """Return the relative L2 error of a file of the network that was written without folding.
 
-        It shows how far the runtime is off without folding, on the inputs that were kept. The
-        result is 0 if there is no such file.
+        It shows how inexact the runtime itself is. The file is run on the first batches, which were
+        kept for this. The result is 0 if such a file is not compared.
         """
         reference = self.reference
         if reference.unfolded is None:

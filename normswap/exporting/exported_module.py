@@ -201,6 +201,7 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
         for images in how.images:
             network(images)
 
+    # All batches have one size, so the mean of their means is the mean over all images.
     for layer, means in lost_means.items():
         bias = layer.get_parameter("bias") if layer.bias is not None else 0
         layer.bias = nn.Parameter(torch.stack(means).mean(0).float() + bias, requires_grad=False)

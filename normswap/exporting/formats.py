@@ -63,7 +63,7 @@ _HALF_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Format:
-    """A format of exported files.
+    """A format that networks can be exported to, such as ONNX.
 
     Args:
         name: The name of the format. Its functions are in NAME_file.py of this package.
@@ -76,7 +76,7 @@ class Format:
         dtypes: The precisions that it can be written in.
         notes: A sentence for the user on each precision in this format, by precision.
         any_count: Whether its files can take any number of images at a time.
-        any_input: Whether its files can take tensors of other types than float32.
+        any_input: Whether its files can take tensors of other types than float32, too.
         quantizer: The name of the tool that writes it in int8, for messages.
         quantizer_needs: The packages of that tool.
         quantizer_extra: The extra of normswap that installs them.

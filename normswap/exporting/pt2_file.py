@@ -77,10 +77,13 @@ def traced(contents: FileContents, network: nn.Module) -> ExportedProgram:
 
 
 def _rename_keywords(program: ExportedProgram) -> None:
-    """Rename, in place, the tensors whose path has a keyword of Python in it, such as `class`.
+    """Rename, in place, the tensors of a program whose path has a keyword of Python in it.
 
-    torch writes the names into source code, where `heads.class.weight` is no name. It becomes
-    `heads.class_.weight`.
+    torch writes the paths into source code, where `heads.class.weight` is no name, because `class`
+    is a keyword. It becomes `heads.class_.weight`.
+
+    Args:
+        program: The program of torch.export.
     """
     signature = program.graph_signature
     for spec in (*signature.input_specs, *signature.output_specs):

@@ -26,7 +26,7 @@ class Norm:
     """One normalization layer. A module that is called several times has one record.
 
     Args:
-        site: What the module is, and how forward reaches it.
+        site: The record of what the module is, and how forward reaches it.
         role: `stem`, `last`, `down`, `head` or `other` (`normswap.graph.inspection`).
         block: The path of the residual block that the norm belongs to. None outside of blocks.
     """
@@ -117,7 +117,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The result of `inspect`.
+    """What `inspect` finds in a network: its residual blocks, norms and classifier.
 
     Args:
         blocks: The residual blocks, in order of the forward pass.
@@ -131,7 +131,7 @@ class Anatomy:
             layer of an earlier conversion, in order of the forward pass.
         features: Whether the network returns features, as an encoder does, instead of class scores.
         widths: The numbers of outputs of the linear layers that end the network.
-        outside: Paths of the modules that a conversion leaves as they are (`restrict`).
+        outside: Paths of the modules that a conversion must leave as they are (`restrict`).
         provenance: Where the network is from, how it was converted, and the norms that it once had.
         functional_norms: A sentence for each module whose forward calls `batch_norm`, `layer_norm`
             or another norm's function itself, by its path. The path is empty for the network.
@@ -206,23 +206,26 @@ class Anatomy:
         return tuple(block for block in self.blocks if self.takes_part(block.path))
 
     def current_path(self, original: str) -> str:
-        """Return the path at which the layer in place of a norm of the source network stands.
+        """Return the path of the layer that a conversion has put in place of a norm.
 
         A conversion may put a `Chain` of two layers at the norm's path. The first of them, `inner`,
         is then the layer in place of the norm.
 
         Args:
-            original: The path of the norm in the source network.
+            original: The path that the norm had before the conversion.
         """
         while isinstance(self.traced.modules.get(original), Chain):
             original = f"{original}.inner"
         return original
 
     def original_path(self, path: str) -> str:
-        """Return the path that the norm at `path` had in the source network.
+        """Return the path that a norm had before it was converted.
 
         A conversion may put a `Chain` of two layers in place of a norm. For both of its layers, the
-        original path is the path of the `Chain`.
+        original path is the path of the `Chain`. Any other path is returned as it is.
+
+        Args:
+            path: The path of the norm, or of a layer that a conversion has put in its place.
         """
         # The layers of a Chain are called `inner` and `then`. These names are cut off, unless the
         # source network itself had a norm at such a path.

@@ -117,13 +117,13 @@ def _functional_norms(traced: Traced) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _SumParts:
-    """The skip and the branch of a residual sum.
+    """The nodes of the skip and of the branch of a residual sum, y = skip + branch.
 
     Args:
-        fork: The last node that both are computed from.
+        fork: The last node that both skip and branch are computed from.
         branch: The node of the branch's value, an input of the sum.
-        on_skip: The nodes of the skip, behind the fork, in order.
-        on_branch: The nodes of the branch, behind the fork, in order.
+        on_skip: The nodes between the fork and the sum on the skip, in order.
+        on_branch: The nodes between the fork and the sum on the branch, in order.
         has_projection: Whether the skip has a linear layer.
     """
 
@@ -209,7 +209,8 @@ class _GraphReader(NodeReader):
             # neither of them is a skip.
             return None
 
-        # Count the linear layers between the fork and each input of the sum.
+        # For each input of the sum, list the nodes between the fork and the input, which are its
+        # ancestors without the common ones. Count the linear layers among them.
         on_path: dict[fx.Node, list[fx.Node]] = {}
         linears: dict[fx.Node, int] = {}
         for end in (first, second):
@@ -418,7 +419,7 @@ class _GraphReader(NodeReader):
             branch: The node of the branch's value.
             total: The node of the sum.
         """
-        # Go up from the end of the branch, as long as nothing else reads the value.
+        # Go up from the end of the branch, as long as no other node than the next one reads a value.
         around_block = total.meta["inside"]
         reader = total
         node: fx.Node | None = branch

@@ -140,7 +140,8 @@ class Recorder(TorchFunctionMode):
         self.size_dependent = False
         self.failed = ""
 
-        # The names of the network's modules and of their tensors, by id.
+        # The paths of the network's modules, and the names of their tensors, by id. A module or
+        # tensor with several names gets the first.
         modules = tree(model)
         self.paths: dict[int, str] = {}
         self.named: dict[int, str] = {}
@@ -254,6 +255,8 @@ class Recorder(TorchFunctionMode):
             target = spelling.left
             positional = (next(iter(positional), None), func.__name__)
             named = {}
+            # A forward may branch on the number that such a function gives, so the innermost
+            # running module is noted.
             if func.__name__ in _BRANCHING_READS:
                 self.branches.append(next(reversed(self.around), ""))
 
@@ -480,6 +483,7 @@ class Recorder(TorchFunctionMode):
             )
         if isinstance(value, Mapping):
             return {key: self._with_nodes(entry) for key, entry in value.items()}
+        # torch.fx takes a torch.Size as a plain tuple.
         if isinstance(value, torch.Size):
             return tuple(value)
         if isinstance(value, tuple | list):

@@ -195,7 +195,8 @@ def _record_given(
     pair = batches[0].first(2)
     other_sizes: list[Example] = []
     for batch in batches:
-        # The text of a call says the shapes of all its tensors.
+        # The text of a call says the shapes of all its tensors. Calls with equal texts have equal
+        # sizes.
         has_other_size = batch.images.shape[1:] != example.images.shape[1:]
         if has_other_size and str(batch) != str(example):
             other_sizes.append(batch.first(2))
@@ -487,7 +488,7 @@ def record_once(
 def _does_not_run(
     model: nn.Module, example: Example, failed_path: str, error: Exception
 ) -> TraceError:
-    """Return the TraceError for an error that the forward of a network raised.
+    """Return a TraceError that explains why the forward of a network failed.
 
     Args:
         model: The network.

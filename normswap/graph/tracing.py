@@ -33,7 +33,7 @@ _LIKE = (*_LIKE_FUNCTIONS, "new_zeros", "new_ones", "new_full", "new_empty", "ne
 
 @dataclass
 class Traced:
-    """A recorded forward of a network.
+    """A recorded forward of a network, as a graph in which each operation is a node.
 
     `node.meta` of the graph's nodes has three keys:
 
@@ -261,6 +261,7 @@ class Traced:
         if outer is not None:
             hidden = f"it is inside {outer}, which cannot be looked into: {self.opaque[outer]}"
 
+        # The holder is the module that has this one as an attribute. The network itself has none.
         return Site(
             module=module,
             path=path,
@@ -293,7 +294,10 @@ class Traced:
         return bool(self.above(node) >> self._index[on] & 1)
 
     def depends_on_inputs(self, node: fx.Node) -> bool:
-        """Whether the value of `node` is computed from an input of the network."""
+        """Whether the value of a node is computed from an input of the network.
+
+        It is not if it is computed from parameters, buffers and constants alone.
+        """
         entries = (other for other in self.nodes if other.op == "placeholder")
         return any(self.depends(node, entry) for entry in entries)
 
@@ -414,7 +418,7 @@ def is_mul(node: fx.Node) -> bool:
 
 
 def is_constant_mul(node: fx.Node) -> bool:
-    """Whether `node` multiplies one tensor by a number."""
+    """Whether a node multiplies a single tensor by a Python number, as in 2 * x."""
     numbers = [factor for factor in node.args if isinstance(factor, int | float)]
     return node.target in (operator.mul, torch.mul) and len(inputs(node)) == len(numbers) == 1
 
