@@ -47,12 +47,11 @@ class Point:
         block: The path of the block.
         stage: The path of the block's stage.
         depth: The number of the block, counted from 1.
-        mean_sq: The average channel squared mean after the sum.
-        variance: The average channel variance after the sum.
-        branch_variance: The average channel variance at the end of the branch, before its scalar if
-            it has one.
-        added_variance: The average channel variance of what the branch adds to the sum, after its
-            scalar.
+        mean_sq: The squared mean of each channel after the block's sum, averaged over channels.
+        variance: The variance of each channel after the sum, averaged over channels.
+        branch_variance: The same variance at the end of the branch, before its scalar if it has
+            one.
+        added_variance: The same variance of what the branch adds to the sum, after its scalar.
     """
 
     block: str
@@ -237,13 +236,14 @@ def _averages(moments: ChannelMoments) -> tuple[float, float]:
 def _add_moments(
     model: nn.Module, batch: Example, names: set[str], moments: _Moments, *, channels_last: bool
 ) -> None:
-    """Run a network on a batch, and add the values of some nodes to their moments.
+    """Run a network on a batch, and add the values of some nodes to the statistics of each node.
 
     Args:
         model: The network.
         batch: The input.
-        names: The names of the nodes.
-        moments: The moments by name, which are changed in place.
+        names: The names of the nodes in the recorded graph.
+        moments: The mean and variance of each channel so far, by the node's name. They are changed
+            in place.
         channels_last: Whether maps are (N, H, W, C).
 
     Raises:

@@ -35,6 +35,7 @@ def of_network(network: Network, source: str) -> Body:
     model = network.module
     anatomy = network.anatomy
     record = network.provenance
+    # This plan would fold every norm. It is made to say what folding would do to each.
     folding = fold_norms(anatomy)
     roles = Counter(norm.role for norm in anatomy.norms)
     return {

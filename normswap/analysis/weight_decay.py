@@ -98,13 +98,14 @@ class Assignment:
 def roles(
     model: nn.Module, policy: Policy = "kim2022", network: Network | None = None
 ) -> list[Assignment]:
-    """Return the role of every trainable parameter, and whether it decays.
+    """Return the role of every trainable parameter, and whether weight decay applies to it.
 
     The order is that of `named_parameters`.
 
     Args:
         model: The network, or a copy of it, such as an average of its weights.
-        policy: One of `POLICIES`, or the roles that decay.
+        policy: The name of a policy (`kim2022`, `timm`, `all`, `weights-only`), or the roles to
+            which weight decay applies.
         network: The record of the network, if there is one already. Without it the network is
             recorded anew.
 

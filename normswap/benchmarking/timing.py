@@ -74,7 +74,7 @@ def run(
     seconds: float,
     progress: Callable[[str], None] = _ignore,
 ) -> list[Body]:
-    """Check the contenders against the first that runs, and time those that are right in turns.
+    """Time networks and exported files (contenders) in turns, after checking their answers.
 
     Args:
         contenders: The contenders. The first one that runs gives the answers that are right.
@@ -122,12 +122,13 @@ def run(
 
 
 def figures(passes: Sequence[float], images: int, first: Sequence[float]) -> Body:
-    """Return the entries of a contender's row that tell its times and its speed.
+    """Return the times and the speed of a network or file, for its row in the table of results.
 
     Args:
-        passes: The seconds of each pass.
-        images: The images of a pass.
-        first: The seconds of each pass of the first contender, which `speedup` is relative to.
+        passes: The seconds of each forward pass.
+        images: The number of images in a pass.
+        first: The seconds of each pass of the first network or file, which `speedup` is relative
+            to.
     """
     low, median, high = np.percentile(passes, [25, 50, 75]).tolist()
     return {
@@ -143,7 +144,7 @@ def figures(passes: Sequence[float], images: int, first: Sequence[float]) -> Bod
 def check_contenders(
     contenders: Sequence[Contender], images: Tensor, device: torch.device
 ) -> list[Body]:
-    """Let each contender answer once, and compare its answers with the first contender's.
+    """Run each network or file (contender) once, and compare its answers with the first one's.
 
     Args:
         contenders: The contenders. The first one that runs gives the answers that are right.

@@ -286,6 +286,8 @@ def _with_first_wrong_layer(
             if isinstance(runs, bytes):
                 return replace(figures, missing=first_missing(network, runs, example, dtype))
             values = reference.answers(runs, tuple(example.tensors()))
+            # In int8, a wrong layer exceeds an error and a multiple of the usual error of its kind.
+            # Otherwise it exceeds the tolerance.
             limits = _INT8_LIMITS if dtype == "int8" else (figures.tolerance,)
             return replace(figures, apart=first_layer_apart(network, example, values, *limits))
 
@@ -490,7 +492,7 @@ class _Compared:
             self.rounding[name].add(value, rounded_value)
 
     def figures(self, described: str) -> Figures:
-        """Return the figures of all batches.
+        """Return how far the file is from the network, over all batches that were added.
 
         The error belongs to the output that exceeds its allowed error the most. Agreement and top-1
         belong to the answer, if one of the outputs is the answer.

@@ -76,7 +76,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     Args:
         contents: The network, its example inputs and its metadata.
         file: The path of the file.
-        how: The images that set the ranges, and the bits of a weight.
+        how: The images that set the ranges of activations, and the bits of a weight.
     """
     program = _traced(contents)
     with silent():

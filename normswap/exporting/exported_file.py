@@ -143,7 +143,7 @@ class ExportedFile:
         return provenance.attach(network, Provenance(source=str(self.file), pretrained_cfg=record))
 
     def opened(self) -> Runs:
-        """Return the file in its runtime, as a function that takes inputs and returns outputs.
+        """Open the file in its runtime, and return a function from inputs to outputs.
 
         Raises:
             OptionError: This system has no such runtime.
@@ -213,7 +213,10 @@ class ExportedFile:
         return ExportRequest.of(for_size(model, size), self.file, self.form, None, settings)
 
     def _require_images(self) -> None:
-        """Raise SourceError unless the file takes images and says how to prepare them."""
+        """Raise SourceError unless images go in, one answer comes out, and the file says how.
+
+        How means how an image is prepared, and what the numbers of the answer are.
+        """
         if not {"input", "normalize", "output"} <= self.body.keys():
             what = "does not say how images are prepared for it"
             why = "`normswap export` did not write it"

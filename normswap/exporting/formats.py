@@ -162,7 +162,7 @@ class Format:
                 self.functions.write(contents, file)
 
     def open(self, file: Path, **inside: bool) -> Runs:
-        """Return the file in its own runtime, as a function that takes inputs and returns outputs.
+        """Open a file in its runtime, and return a function that takes inputs and returns outputs.
 
         A single output is returned as a tensor, several as a tuple.
 
@@ -371,7 +371,9 @@ def _name_of(file: Path, name: str | None) -> str:
 
 
 def check(file: Path, settings: FileSettings) -> Format:
-    """Return the format of `file`, after all checks that need no torch.
+    """Check the path and the settings of a file to be exported, and return its format.
+
+    These checks need no torch, so a mistake is told at once.
 
     Args:
         file: The path of the file to write.
@@ -493,7 +495,10 @@ def quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Do as `quietly`, and also hide everything that Python prints and C++ writes to stderr."""
+    """In a `with` block, hide all output of libraries, and compute no gradients.
+
+    Beside what `quietly` hides, this is everything that Python prints and C++ writes to stderr.
+    """
     # C++ writes to file descriptor 2, which Python's redirection does not reach.
     error_stream = os.dup(2)
     null_file = os.open(os.devnull, os.O_WRONLY)

@@ -95,7 +95,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     Args:
         contents: The network, its example inputs and its metadata.
         file: The path of the file.
-        how: The images that set the ranges.
+        how: The images that set the ranges of activations.
     """
     content = _converted(contents)
     with silent():

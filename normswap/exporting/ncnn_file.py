@@ -41,8 +41,8 @@ def write(contents: FileContents, file: Path) -> None:
     """
     signature = contents.network.signature
     half = contents.network.dtype == torch.float16
-    # The temporary folder is made inside that of `atomic_write`. If the process is killed, the next
-    # export names the latter to the user.
+    # `file.parent` is the temporary folder of `atomic_write`, and the new folder is made inside of
+    # it. If the process is killed, the next export tells the user which folder to remove.
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         written = Path(folder) / "network.ncnn.param"
         in_float32 = contents.in_float32
@@ -154,6 +154,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
     net = ncnn.Net()
     net.opt.num_threads = torch.get_num_threads()
     net.opt.use_fp16_packed = net.opt.use_fp16_storage = net.opt.use_fp16_arithmetic = False
+    # Both calls return 0 if they have read their file.
     if net.load_param(str(file)) or net.load_model(str(file.with_suffix(".bin"))):
         raise ValueError(
             _missing_layers(file) or f"it does not read {file.name} and what lies beside it"

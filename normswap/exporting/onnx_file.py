@@ -152,7 +152,12 @@ def graph(contents: FileContents, opset: int | None = None) -> onnx.ModelProto:
 
 
 def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
-    """Write a model with its metadata to a file.
+    """Write an ONNX model with its metadata to a file.
+
+    Args:
+        model: The model.
+        contents: The contents of the file, with the metadata.
+        file: The path of the file.
 
     Raises:
         VerificationError: `onnx.checker` rejects the model.
@@ -213,7 +218,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     Args:
         contents: The network, its example inputs and its metadata.
         file: The path of the file.
-        how: The images that set the ranges, and the bits of a weight.
+        how: The images that set the ranges of activations, and the bits of a weight.
     """
     import onnx
 

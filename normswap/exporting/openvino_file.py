@@ -52,8 +52,8 @@ def _model(contents: FileContents, parent: Path) -> ov.Model:
     import onnx
     import openvino as ov
 
-    # The temporary folder is made inside that of `atomic_write`. If the process is killed, the next
-    # export names the latter to the user.
+    # `parent` is the temporary folder of `atomic_write`, and the new folder is made inside of
+    # it. If the process is killed, the next export tells the user which folder to remove.
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         file = Path(folder) / "network.onnx"
         onnx.save(onnx_file.graph(contents), file)
@@ -88,7 +88,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     Args:
         contents: The network, its example inputs and its metadata.
         file: The path of the file.
-        how: The images that set the ranges, and the bits of a weight.
+        how: The images that set the ranges of activations, and the bits of a weight.
     """
     model = _model(contents, file.parent)
     # NNCF logs nothing but errors while it runs.

@@ -99,7 +99,9 @@ class Pt2Archive:
 
 
 def read_pt2(file: Path) -> Pt2Archive:
-    """Read all of a .pt2 but the bytes of its weights, without running anything.
+    """Read a .pt2 and check every part of it, without running anything in it.
+
+    The bytes of weights are left in the file.
 
     Raises:
         SourceError: The file holds something that could run code. The message says what.
@@ -113,7 +115,9 @@ def read_pt2(file: Path) -> Pt2Archive:
 
 
 def rewritten_pt2(file: Path) -> io.BytesIO:
-    """Return a .pt2 with the same network, made only of entries that were read and checked.
+    """Return a .pt2 in memory that has the same network as a .pt2 file.
+
+    It is made only of what was read from the file and checked.
 
     Raises:
         SourceError: The file holds something that could run code. See `read_pt2`.
@@ -181,7 +185,7 @@ class _Entries:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[_Entries]:
-    """Open an archive for a `with` block, and yield its entries.
+    """Open a .pt2, which is a zip archive, for a `with` block, and yield its entries.
 
     Raises:
         SourceError: The block raised a NotAllowedError: the file holds something that is not
@@ -453,7 +457,7 @@ def _require_known_names(content: bytes) -> None:
         pickled = archive.read(pickles[0])
 
     # The codes GLOBAL and INST look up a function or class. Their argument is its module and name,
-    # such as `torch._utils _rebuild_tensor_v2`.
+    # such as `torch._utils _rebuild_tensor_v2`. Codes that look it up in another way are refused.
     for code, argument, _ in pickletools.genops(pickled):
         looks_up_name = code.name in ("GLOBAL", "INST")
         if looks_up_name and not _PICKLED_NAMES.fullmatch(str(argument)):

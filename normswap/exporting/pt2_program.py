@@ -81,7 +81,9 @@ _ANSWER_TYPE = re.compile(r"transformers(\.\w+)+", re.ASCII)
 
 
 def checked_program(record: object) -> dict[str, object]:
-    """Return the program for torch to read, after every part of it has been checked.
+    """Return the program of a .pt2, after every part of it has been checked.
+
+    The program is the network's graph, with the names of its inputs, outputs and weights.
 
     Args:
         record: The parsed JSON of the program. It comes from the file, so it is not trusted.
@@ -409,8 +411,8 @@ def _record(name: str, fields: Mapping[str, Rule]) -> Rule:
 def _union(name: str, kinds: Mapping[str, Rule]) -> Rule:
     """Return a rule that accepts a dict with one entry, whose key says the kind of its value.
 
-    An example is {"as_int": 3}.
-    A rule is a function that returns a value of the file, or raises NotAllowedError.
+    An example is {"as_int": 3}. A rule is a function that returns a value of the file, or raises
+    NotAllowedError.
 
     Args:
         name: What the error calls such a value.

@@ -209,10 +209,12 @@ class ExportRequest:
     def quantization(
         self, calibrate: Batches | None, images: Batches | None
     ) -> Quantization | None:
-        """Return the input of the quantizer, or None for a file that is not in int8.
+        """Return the calibration images and the bits of a weight, for a file in int8.
+
+        For any other file, the result is None.
 
         Args:
-            calibrate: Batches that set the ranges.
+            calibrate: Batches of images, which set the ranges of activations.
             images: Other batches, which the cost of int8 is measured on.
 
         Raises:
@@ -370,7 +372,10 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
 
 
 def _require_plain(settings: FileSettings) -> None:
-    """Refuse options that only a file with images in and one answer out can have.
+    """Refuse options that only a file that takes images and gives one answer can have.
+
+    Args:
+        settings: The options of the file.
 
     Raises:
         OptionError: One of these options was given.

@@ -211,7 +211,8 @@ def config(model: nn.Module) -> Body:
     The record has input_size, mean, std, interpolation, crop_pct and crop_mode.
     """
     data_config = zoo.data_config(model)
-    # timm does not record how many channels a network was made for.
+    # timm does not record how many channels a network was made for. Without a record of its own, the
+    # network's first convolution tells it.
     if not provenance.of(model).pretrained_cfg:
         stem = next((m for m in nn.Module.modules(model) if isinstance(m, nn.Conv2d)), None)
         if stem is not None:
@@ -371,6 +372,7 @@ def _copy_inside(noted: Mapping[str, str]) -> Body:
         body: Body = reading.parse_object(text)
     except reading.UnreadableError:
         return {}
+    # Every sidecar has one of these keys. Other JSON is another program's.
     return body if body.keys() & {"input", "inputs"} else {}
 
 

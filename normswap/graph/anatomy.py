@@ -27,7 +27,8 @@ class Norm:
 
     Args:
         site: The record of what the module is, and how forward reaches it.
-        role: `stem`, `last`, `down`, `head` or `other` (`normswap.graph.inspection`).
+        role: `stem` (before the first residual block), `last` (at the end of a branch), `down` (on
+            a projection skip), `head` (after the last block) or `other`.
         block: The path of the residual block that the norm belongs to. None outside of blocks.
     """
 
@@ -374,6 +375,9 @@ def naming(paths: Iterable[str], others: Sequence[str]) -> list[str]:
 
 def patterns(options: Body) -> dict[str, list[str]]:
     """Return the patterns in a scheme's options `only` and `skip`, as lists, by the option's name.
+
+    Args:
+        options: The options of a conversion. The value of each may be one pattern or several.
 
     Raises:
         OptionError: A pattern is no string.

@@ -150,7 +150,7 @@ def find_axes(traced: Traced, is_identity: _IsIdentity) -> Axes:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which element of a tensor belongs to which channel.
+    """Says which element of a tensor belongs to which channel.
 
     Element i of the flattened tensor belongs to channel (i // stride) % size.
 
@@ -222,7 +222,7 @@ class _LayoutReader:
         return axes
 
     def _layout(self, node: fx.Node, shape: object) -> _Layouts | None:
-        """Return the channel layout of a node's value, or None if its channels are not known.
+        """Return where the channels lie in a node's value (its layout), or None if it is not known.
 
         Args:
             node: The node. The layouts of its inputs' values are in `self.layouts`.
@@ -250,7 +250,7 @@ class _LayoutReader:
         return None
 
     def _first_layout(self, node: fx.Node, shape: torch.Size) -> _Layout | None:
-        """Return the channel layout of a layer's output or of a parameter, or None.
+        """Return where the channels lie in a layer's output or a parameter (its layout), or None.
 
         A linear layer, LayerScale, LayerNorm or RMSNorm says in which dimension its output has the
         channels. A parameter is taken to have them in its last dimension. For any other value, the
@@ -283,7 +283,7 @@ class _LayoutReader:
         return _Layout(shape[dim], math.prod(shape[dim % len(shape) + 1 :]))
 
     def _common_layout(self, node: fx.Node, operands: list[fx.Node]) -> _Layouts | None:
-        """Return the channel layout of a sum, or of a product with a parameter.
+        """Return where the channels lie in a sum, or in a product with a parameter (its layout).
 
         Args:
             node: The node of the sum or product.
@@ -421,7 +421,7 @@ def _layout_of_numbers(numbers: object, size: int, *, pure: bool) -> _Layout | N
         numbers: What an operation returned for tensors of channel numbers. A 0 is an element
             without a channel.
         size: The number of channels.
-        pure: Whether every element of the step's inputs belongs to a channel.
+        pure: Whether every element of the operation's inputs belongs to a channel.
     """
     if not isinstance(numbers, Tensor) or not numbers.numel():
         return None

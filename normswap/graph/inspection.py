@@ -278,9 +278,13 @@ class _GraphReader(NodeReader):
         return itertools.takewhile(set(on_branch).__contains__, self.traced.upwards(branch))
 
     def norms(self, blocks: list[Block]) -> list[Norm]:
-        """Return every norm with its role and its block.
+        """Return every norm of the network with its role and its residual block.
 
-        Called norms come first, in order of the forward pass, then those that are never called.
+        The norms that forward calls come first, in order of the forward pass. Then come those that
+        it never calls.
+
+        Args:
+            blocks: The residual blocks of the network.
         """
         roles = self._roles(blocks)
         block_of: dict[str, str] = {}
@@ -419,11 +423,12 @@ class _GraphReader(NodeReader):
             branch: The node of the branch's value.
             total: The node of the sum.
         """
-        # Go up from the end of the branch, as long as no other node than the next one reads a value.
+        # Go up from the end of the branch, as long as a value is read by the node behind it alone.
         around_block = total.meta["inside"]
         reader = total
         node: fx.Node | None = branch
         while node is not None and self.traced.users[node] == [reader]:
+            # `around` are the modules around the value, with the one that returns it.
             for path in self.traced.outputs.get(node, []):
                 around = (*node.meta["inside"], path)
                 is_inside = around[: len(around_block)] == around_block
@@ -455,7 +460,10 @@ class _GraphReader(NodeReader):
     def _order(
         self, total: fx.Node, on_branch: list[fx.Node], fork: fx.Node, container: str
     ) -> str:
-        """Return where a block has its activation: `post`, `pre` or `linear` (`Block.order`).
+        """Return where a residual block has its activation, as in `Block.order`.
+
+        `post` is right after the sum, and `pre` at the beginning of the branch. `linear` says that
+        there is neither.
 
         Args:
             total: The node of the sum.
@@ -493,6 +501,7 @@ class _GraphReader(NodeReader):
         output. If the layer itself is one of several outputs, or one of several inputs of a step,
         it has to be the first.
         """
+        # All linear layers that the output depends on, in order.
         output = self.nodes[-1]
         linears = [node for node in self.on(self.traced.above(output)) if self.is_linear(node)]
         if not linears:
@@ -509,7 +518,10 @@ class _GraphReader(NodeReader):
         return last if sources else None
 
     def features_and_widths(self) -> tuple[bool, frozenset[int]]:
-        """Return whether the outputs are features, and the widths of the last linear layers.
+        """Return whether the network gives features or scores, and how wide its last layers are.
+
+        An encoder gives features, which come from a norm or activation. A classifier gives scores,
+        which come from a linear layer.
 
         The last layers are the first norms, activations and linear layers on the way up from the
         outputs. The outputs are features if all of these are norms or activations. An activation
@@ -549,6 +561,9 @@ class _GraphReader(NodeReader):
         """Return the path of the dropout in front of the classifier, or None.
 
         The path names a module, or the attribute `drop_rate` of a module that calls F.dropout.
+
+        Args:
+            classifier: The node of the linear layer that gives the scores.
         """
         # Go up from the classifier, at most to the next linear layer or norm.
         sources = inputs(classifier)

@@ -494,11 +494,14 @@ class Recorder(TorchFunctionMode):
     def _run_module(
         self, module: nn.Module, original: Function, args: Args, kwargs: Kwargs
     ) -> object:
-        """Run a module that the forward calls: as a leaf, or as the modules and functions in it.
+        """Run a module that the forward calls, and record it.
+
+        It becomes a single node, or else the modules and functions that its forward calls become
+        nodes.
 
         Args:
             module: The module.
-            original: torch's own call of a module.
+            original: torch's own call of a module, nn.Module.__call__.
             args: The positional arguments.
             kwargs: The keyword arguments.
         """
@@ -511,7 +514,8 @@ class Recorder(TorchFunctionMode):
                 f"forward calls a {type(module).__name__} that no state_dict has", remedy=remedy
             )
 
-        # The network itself, whose path is "", is no node either.
+        # No node is added for the network itself, whose path is "", and none inside of a module
+        # that is a single node (`is_paused`).
         if self.is_paused or not path:
             return original(module, *args, **kwargs)
 
@@ -575,6 +579,7 @@ class Recorder(TorchFunctionMode):
             args: The positional arguments.
             kwargs: The keyword arguments.
         """
+        # A layer that a conversion puts in place of a norm may call its argument by another name.
         if not args and kwargs and self._is_norm_or_map(module):
             remedy = (
                 f"Write {path}(x) for {path}({next(iter(kwargs))}=x): what takes its place has"
@@ -597,8 +602,9 @@ class Recorder(TorchFunctionMode):
             result = original(module, *args, **kwargs)
             module._forward_hooks = hooks
 
-            # Questions for a size are not seen in a leaf. A result that is no single tensor may
-            # hold the answer to one.
+            # If the module asks for the size of a tensor, this is not seen. A single tensor as
+            # result does not tell forward the size. Another result may, so it counts as one that
+            # depends on the size.
             overwritten = _written_since(tensors, versions)
             self.size_dependent = self.size_dependent or not isinstance(result, Tensor)
             node = self._add("call_module", path, positional, named, result)

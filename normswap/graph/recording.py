@@ -122,7 +122,7 @@ def _record_first(
         inputs: The user's inputs. None stands for noise of the sizes that the network may take.
 
     Returns:
-        The record, its example, and examples of other sizes for a second record.
+        The record, the call that was recorded, and calls at other sizes for a second record.
 
     Raises:
         TraceError: The network runs on no example.
@@ -177,7 +177,7 @@ def _record_given(
         inputs: The user's inputs: a batch, or several.
 
     Returns:
-        The record, its example, and examples of other sizes for a second record.
+        The record, the call that was recorded, and calls at other sizes for a second record.
     """
     device = calling.anchor(model).device
     batches = [batch.on(device) for batch in calling.batches(inputs)]
@@ -351,6 +351,7 @@ def _at_other_size(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.ndim < 4:
         return F.interpolate(x, width + 32)
 
+    # F.interpolate takes (N, C, H, W), so the dimensions between N and H are merged and split again.
     if height * width < 128 * 160:
         size = (height + 32, width + 64)
     resized: Tensor = F.interpolate(x.flatten(1, -3), size).unflatten(1, x.shape[1:-2])

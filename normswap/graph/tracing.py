@@ -45,7 +45,7 @@ class Traced:
         graph: The fx graph.
         modules: The original modules, by every path that leads to them.
         outputs: For each node, the paths of the modules that return its value, innermost first.
-        opaque: Paths of modules that could not be looked into, with the reason.
+        opaque: Paths of the modules whose operations cannot be seen, with the reason.
         constants: Tensors that the forward makes itself, by their names in the graph.
         others: Records of the same graph, node by node, on inputs of another size.
         alternatives: Records that took another path through the network, or reached auxiliary
@@ -55,7 +55,8 @@ class Traced:
         remarks: Sentences about the recording that the user should read.
         untracked: Names of constants whose origin is unknown, each with the path of the module
             that uses it.
-        branches: Paths of the modules whose forward reads values of tensors.
+        branches: Paths of the modules whose forward reads numbers of a tensor into Python, on which
+            it may branch.
         flexible: Whether the network is known to take more than one input size.
         size_dependent: Whether the forward asked for a size, on which its path may then depend.
         is_small: Whether the recorded input is smaller than those that the network is used on.

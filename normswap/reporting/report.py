@@ -354,13 +354,14 @@ def _accuracy(before: Network | None, result: nn.Module, loader: Loader | None) 
     """Return the accuracy on images, of both networks if the source could be opened.
 
     Args:
-        before: The source, or None.
+        before: The record of the source. None if it could not be opened.
         result: The converted network.
         loader: The images. None if the user named no images.
 
     Returns:
-        The keys `result`, `source`, `agreement` and `count`, as far as they were measured. Without
-        labels, the distance of the outputs takes the place of the accuracies.
+        A dict with the accuracies `result` and `source`, the share `agreement` of equal answers,
+        and the `count` of images, as far as they were measured. Without labels, the distance of the
+        outputs takes the place of the accuracies.
     """
     if loader is None:
         return {}
