@@ -214,13 +214,13 @@ def check(
         runs: The file in its runtime, a function from inputs to outputs.
         batches: Images (N, C, H, W), preprocessed for the source, or all inputs, each with labels.
         dtype: The precision of the file.
-        described: The name of the images in reports.
-        what: The name of the file in errors.
+        described: What the images are called in reports.
+        what: What the file is called in errors.
         refuse: Whether an error is raised if the file computes something else, or if nothing shows
             that it does not. Otherwise the returned figures say so.
-        inside: Returns a network and the file's runtime with the values inside of the file, so that
-            the first layer that is off can be found. It is called where the file is wrong, or in
-            int8.
+        inside: A function that returns the network, and the file as a function that returns the
+            values of all its layers. It is called if the file is wrong, or in int8, to find the
+            first wrong layer. With None no layer is looked for.
 
     Raises:
         OptionError: There are no images.
@@ -236,8 +236,9 @@ def check(
     figures = compared.figures(described)
     figures = _with_first_wrong_layer(figures, reference, inside, compared.first, dtype)
 
-    # Near zero, a runtime may be inexact without any mistake in the file. So the error is compared
-    # with that of a file of the source, which was written without folding.
+    # Near zero, a runtime may be inexact without any mistake in the file. So the error may also be
+    # `_AS_UNFOLDED` times that of a file of the network that was written without folding, but at
+    # most `_OF_ZEROS`.
     if not figures.passed and _is_nearly_zero(figures, compared):
         unfolded_error = compared.error_of_unfolded()
         allowed = Allowance(dtype, figures.tolerance, unfolded_error, _AS_UNFOLDED, _OF_ZEROS)

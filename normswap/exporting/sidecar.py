@@ -211,8 +211,8 @@ def config(model: nn.Module) -> Body:
     The record has input_size, mean, std, interpolation, crop_pct and crop_mode.
     """
     data_config = zoo.data_config(model)
-    # timm does not record how many channels a network was made for. Without a record of its own, the
-    # network's first convolution tells it.
+    # timm does not record how many channels a network was made for. If the network has no record of
+    # its own, its first convolution tells it.
     if not provenance.of(model).pretrained_cfg:
         stem = next((m for m in nn.Module.modules(model) if isinstance(m, nn.Conv2d)), None)
         if stem is not None:

@@ -351,7 +351,8 @@ def _at_other_size(x: Tensor, size: tuple[int, int]) -> Tensor:
     if x.ndim < 4:
         return F.interpolate(x, width + 32)
 
-    # F.interpolate takes (N, C, H, W), so the dimensions between N and H are merged and split again.
+    # F.interpolate takes (N, C, H, W). So all dimensions between N and H are merged, and then split
+    # again.
     if height * width < 128 * 160:
         size = (height + 32, width + 64)
     resized: Tensor = F.interpolate(x.flatten(1, -3), size).unflatten(1, x.shape[1:-2])
