@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.six_networks import images, trained
 from torch import Tensor, nn
 
 from normswap.graph import recording
 from normswap.models.calling import Example
-from normswap.proof import compiling, held_out, where
+from normswap.proof import comparison, compiling, held_out, where
 from normswap.proof.distance import OutputDistances
 from normswap.surgery.network import Network
 
@@ -190,3 +191,65 @@ def test_what_departs_most_of_what_it_may_is_told_of_a_compiled_network(
     assert not output.passes
     assert output.is_output
     assert not gradient.is_output
+
+
+def values_of(model: nn.Module, paths: list[str], x: Tensor) -> dict[str, Tensor]:
+    """The outputs of a network ("logits") and of some of its modules, by torch's own hooks."""
+    found: dict[str, Tensor] = {}
+
+    def keep(path: str) -> Any:
+        return lambda _module, _args, output: found.update({path: output.clone()})
+
+    handles = [model.get_submodule(path).register_forward_hook(keep(path)) for path in paths]
+    with torch.no_grad():
+        found["logits"] = model(x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_report_has_each_error_of_each_size_and_precision(*, exact: bool) -> None:
+    """A result whose second block and head are off, on images of two sizes."""
+    source = copy.deepcopy(trained("post")).float().eval()
+    result = copy.deepcopy(source)
+    with torch.no_grad():
+        result.get_parameter("blocks.1.bn2.weight").mul_(1.2)
+        result.get_parameter("head.weight").mul_(0.9)
+    x = [images(3, 1).float(), images(2, 2).float()[..., :12]]
+    paths = ["blocks.0", "blocks.1", "blocks.2"]
+
+    report = comparison.compare_networks(Network(source, x), result, exact=exact)
+
+    for error in (*report.logits, *report.sites):
+        (given,) = [each for each in x if each.shape[2:] == error.size[2:]]
+        dtype = getattr(torch, error.precision)
+        one, other = (
+            values_of(copy.deepcopy(model).to(dtype), paths, given.to(dtype))[error.site].double()
+            for model in (source, result)
+        )
+        difference = one - other
+        rel = 1e-9 if error.precision == "float64" else 1e-3
+        assert error.relative_l2 == pytest.approx(
+            float(difference.norm() / one.norm()), rel=rel, abs=1e-7
+        )
+        assert error.largest == pytest.approx(
+            float(difference.abs().max() / one.abs().max()), rel=rel, abs=1e-7
+        )
+        if error.site == "logits":
+            same = one.argmax(1) == other.argmax(1)
+            assert error.agreement == pytest.approx(float(same.double().mean()))
+            assert error.answer == "the largest of 4 on axis 1"
+            assert error.axis == 1
+    assert {error.size[2:] for error in report.logits} == {(16, 16), (16, 12)}
+    assert {error.site for error in report.sites} == {*paths}
+    assert report.worst.relative_l2 == max(
+        error.relative_l2 for error in report.logits if error.precision == "float32"
+    )
+    assert report.verdict == ("WRONG" if exact else "MEASURED")
+    assert (report.exact, report.passed, report.kept, report.steps_before) == (
+        exact,
+        not exact,
+        None,
+        0,
+    )

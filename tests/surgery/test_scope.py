@@ -208,13 +208,19 @@ def test_a_block_and_the_classifier_that_are_skipped_keep_their_values(row: Row)
     scope: dict[str, Any] = {"skip": ["blocks.1", "head"]}
     source = trained("pre" if row.scheme == "nf" else "post")
     options = dict(row.options)
+    told: list[tuple[int, int]] = []
     if row in FITTED:
         options["calibrate"] = [images(6, 1), images(6, 2)]
+        options["progress"] = lambda *at: told.append(at)
 
     done = normswap.convert(source, row.scheme, inputs=images(2), **scope, **options)
 
     assert_outside_stays(source, done.model, scope)
     assert distance(run(source, images(3, 7)), run(done.model, images(3, 7))) > 1e-6
+    # Layers are counted one by one, up to their number.
+    if row in FITTED:
+        total = told[-1][1]
+        assert told == [(number, total) for number in range(1, total + 1)]
 
 
 SIZE = (3, 33, 33)
