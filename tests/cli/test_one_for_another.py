@@ -73,6 +73,71 @@ def test_the_words_that_open_a_network_open_it_again_alike(name: str) -> None:
             assert opening(asked.words("net")[1:]) == asked
 
 
+# What a network is opened with if nothing is typed.
+UNASKED: dict[str, Any] = {
+    "weights": "pretrained",
+    "arch": None,
+    "arch_args": {},
+    "num_classes": None,
+    "in_chans": None,
+    "input_size": None,
+    "inputs": {},
+    "trust_factory": False,
+}
+# What is typed, what reaches the function that opens a network, and what is stated of its images.
+REACHING: list[tuple[str, dict[str, Any], Preprocessing]] = [
+    ("", {}, Preprocessing()),
+    ("--weights random", {"weights": "random"}, Preprocessing()),
+    (
+        "--weights net.pth --arch resnet34",
+        {"weights": "net.pth", "arch": "resnet34"},
+        Preprocessing(),
+    ),
+    (
+        "--arch-arg a=0 --arch-arg b=1,2 --arch-arg c=x --arch-arg d=false --arch-arg e=0.5",
+        {"arch_args": {"a": 0, "b": [1, 2], "c": "x", "d": False, "e": 0.5}},
+        Preprocessing(),
+    ),
+    ("--num-classes 0 --in-chans 1", {"num_classes": 0, "in_chans": 1}, Preprocessing()),
+    ("--input-size 3,8,16", {"input_size": (3, 8, 16)}, Preprocessing()),
+    (
+        "--input x=2,1600 --input ids=16:int64",
+        {"inputs": {"x": ((2, 1600), "float32"), "ids": ((16,), "int64")}},
+        Preprocessing(),
+    ),
+    ("--trust-factory", {"trust_factory": True}, Preprocessing()),
+    (
+        "--image-mean 0.1,0.2,0.3 --image-std 0.4 --crop-pct 0.75 --interpolation nearest",
+        {},
+        Preprocessing((0.1, 0.2, 0.3), (0.4,), 0.75, "nearest"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "asked", "stated"), REACHING)
+def test_what_is_typed_of_a_network_opens_it_whole(
+    words: str,
+    asked: dict[str, Any],
+    stated: Preprocessing,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (here / "net").mkdir()
+    network = nn.Conv2d(3, 2, 1)
+    opened: list[tuple[str, dict[str, Any]]] = []
+
+    def open_model(name: str, **given: Any) -> nn.Module:
+        opened.append((name, given))
+        return network
+
+    monkeypatch.setattr(checkpoint, "open_model", open_model)
+    typed = opening(words.split())
+
+    assert typed.open("net") is network
+    assert opened == [("net", {**UNASKED, **asked})]
+    assert typed.stated() == stated
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_as_much_as_must_be_kept_is_enough_and_less_is_not(share: float) -> None:
     compared = Compared(min_kept=share)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.command_line import Capture
 
+from normswap.cli import tables
 from normswap.cli.commands import (
     decay_command,
     evaluate_command,
@@ -162,3 +163,19 @@ def test_rows_of_tables_have_the_figures_of_their_columns(capfd: Capture) -> Non
     assert row[6:] == ("3%", "17%", "into conv1")
     ((*_, refused),) = inspect_command._norm_rows([{**norm, "refused": "no statistics"}])
     assert refused == "refused: no statistics"
+
+
+@pytest.mark.parametrize(
+    ("pair", "text"),
+    [
+        (None, ""),
+        ((0.125, 4.0), "0.12 .. 4"),
+        ((-3.0, -1.5), "-3 .. -1.5"),
+        ((0.251, 0.249), "0.25"),
+        ((0.0, 1e-9), "0 .. 1e-09"),
+    ],
+)
+def test_a_range_is_written_from_the_smallest_to_the_largest(
+    pair: tuple[float, float] | None, text: str
+) -> None:
+    assert tables.span(pair) == text

@@ -36,6 +36,17 @@ def test_every_fourth_image_is_held_out_in_whatever_batches_they_come(sizes: lis
         assert split.copies == 0
 
 
+def test_of_calls_that_stay_whole_every_fourth_is_held_out() -> None:
+    """As of a network whose forward fixes its number of images."""
+    calls = [Example((torch.full((3, 3, 4, 4), float(number)),)) for number in range(9)]
+    split = held_out.HeldOutSplit(calls, torch.device("cpu"), whole=True)
+
+    fitted = [int(call.images[0, 0, 0, 0]) for call in split]
+
+    assert fitted == [0, 1, 2, 4, 5, 6, 8]
+    assert [int(call.images[0, 0, 0, 0]) for call in split.held] == [3, 7]
+
+
 def test_the_error_of_several_outputs_has_the_largest_distance_and_the_least_agreement() -> None:
     """The outputs agree on 3, 1 and 2 of 4 images, in two batches; all by hand."""
     source = torch.eye(4)

@@ -12,6 +12,7 @@ import pytest
 from normswap import schemes
 from normswap.errors import OptionError
 from normswap.schemes.catalogue import PURPOSES, TARGETS, Function
+from normswap.schemes.groupnorm import nearest_divisor
 from normswap.schemes.scheme import Option, Range
 from normswap.surgery import conversion
 
@@ -97,3 +98,14 @@ def test_every_option_of_a_scheme_has_a_type() -> None:
     assert own | {"only", "skip", "purpose"} == set(
         typing.get_type_hints(conversion.ConvertOptions)
     )
+
+
+@pytest.mark.parametrize("channels", [1, 7, 12, 30, 48, 64])
+def test_groups_are_the_nearest_number_that_divides_the_channels(channels: int) -> None:
+    """The smaller one wins a tie, as 4 and 6 of 12 are equally near 5."""
+    divisors = [each for each in range(1, channels + 1) if channels % each == 0]
+
+    for groups in range(1, channels + 5):
+        found = nearest_divisor(channels, groups)
+        nearest = min(abs(each - groups) for each in divisors)
+        assert found == next(each for each in divisors if abs(each - groups) == nearest)

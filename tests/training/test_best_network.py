@@ -2,6 +2,7 @@
 hand.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from normswap.images.accuracy import Evaluation
+from normswap.training import engine
 from normswap.training.engine import score
 from normswap.training.run_folder import COLUMNS
 
@@ -147,3 +149,23 @@ def test_held_out_inputs_are_taken_out_of_training(tmp_path: Path) -> None:
 
     # 27 of 30 images in batches of 4: six updates in each of two epochs.
     assert result.updates == 12
+
+
+@pytest.mark.parametrize(
+    ("loss", "began_with", "is_risen"),
+    [
+        (2.03, 2.0, True),
+        (2.01, 2.0, False),
+        (2.0, 2.0, False),
+        (1.0, 2.0, False),
+        (math.nan, 2.0, True),
+        (None, 2.0, False),
+        (1e-7, 0.0, False),
+        (1e-5, 0.0, True),
+    ],
+)
+def test_a_loss_has_risen_if_it_is_higher_by_more_than_rounding(
+    loss: float | None, began_with: float, is_risen: bool
+) -> None:
+    """By more than a hundredth, or where there was none by more than a millionth."""
+    assert engine._is_risen(loss, began_with) is is_risen
