@@ -1,6 +1,7 @@
 """Where a convolution's channels are after a step, against what changes with one of them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +106,33 @@ def test_channels_are_where_a_change_of_them_shows(name: str) -> None:
         assert axis.size == WIDE
         assert (axis.dim, axis.pure) == moved(step)
         assert axis.last is (axis.dim == len(last.meta["shape"]) - 1)
+
+
+# How wide the padding is, of the side that is padded: nothing at 8.
+WIDTHS: dict[str, Callable[[int], tuple[int, ...]]] = {
+    "to a multiple of 4": lambda side: (0, -side % 4),
+    "on both sides": lambda side: (side % 2, side % 2),
+    "below": lambda side: (0, 0, 0, -side % 4),
+    "before the channels": lambda side: (side % 4, 0, 0, side % 4),
+}
+
+
+@pytest.mark.parametrize("flexible", [True, False])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_a_padding_may_be_more_at_other_sizes(name: str, flexible: bool) -> None:
+    """Only of a network that takes one size is it known that nothing is padded."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if not flexible and x.shape[-1] != 8:
+            raise ValueError("images are 8 by 8")
+        return F.pad(m.conv(x), WIDTHS[name](x.shape[-1]))
+
+    model = net(forward, conv=lambda: conv(out=WIDE))()
+    anatomy = inspection.inspect(model, torch.randn(2, C, 8, 8))
+    (last,) = inputs(anatomy.traced.nodes[-1])
+
+    axis = PlanBuilder(anatomy).axes.get(last)
+
+    assert anatomy.traced.flexible is flexible
+    assert axis is not None
+    assert axis.pure is not flexible
