@@ -36,6 +36,23 @@ def test_every_fourth_image_is_held_out_in_whatever_batches_they_come(sizes: lis
         assert split.copies == 0
 
 
+@pytest.mark.parametrize("size", [1, 8, 12, 40])
+def test_no_more_images_are_held_out_than_fit_in_memory(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the first ones, and what is fitted to is the same."""
+    monkeypatch.setattr(held_out, "MOST", 5)
+    images = torch.arange(40.0)[:, None, None, None].expand(-1, 3, 4, 4)
+    calls = [Example((batch,)) for batch in images.split(size)]
+    split = held_out.HeldOutSplit(calls, torch.device("cpu"))
+
+    fitted = [int(number) for call in split for number in call.images[:, 0, 0, 0]]
+
+    held = [int(number) for call in split.held for number in call.images[:, 0, 0, 0]]
+    assert held == [3, 7, 11, 15, 19]
+    assert fitted == [number for number in range(40) if number % 4 != 3]
+
+
 def test_of_calls_that_stay_whole_every_fourth_is_held_out() -> None:
     """As of a network whose forward fixes its number of images."""
     calls = [Example((torch.full((3, 3, 4, 4), float(number)),)) for number in range(9)]
