@@ -80,6 +80,32 @@ def test_the_rules(
             assert list(conversion.plan_steps(Network(model), target, **options))
 
 
+# The options that advised commands may have, as Python takes them.
+TYPED: dict[str, tuple[str, Callable[[str], object]]] = {
+    "--for": ("purpose", str),
+    "--relative-eps": ("relative_eps", float),
+}
+
+
+@pytest.mark.parametrize("purpose", [{}, {"private": True}, {"deploy": True}])
+@pytest.mark.parametrize("make", [blocks, chain])
+def test_python_is_told_the_options_that_a_terminal_is_told(
+    make: Callable[[], nn.Module], purpose: dict[str, bool]
+) -> None:
+    """`convert(model, advice.scheme, **advice.options)` does what the command does."""
+    possible, _ = advice.advise(Network(make()), "net", 8, **purpose)
+
+    for advised in possible:
+        words = advised.command.split()[3:]
+        values = dict(zip(words[::2], words[1::2], strict=True))
+        if advised.command:
+            assert values.pop("--to") == advised.scheme
+        assert ("--calibrate" in values) is not (advised.exact or not advised.command)
+        values.pop("--calibrate", None)
+        typed = {TYPED[key][0]: TYPED[key][1](value) for key, value in values.items()}
+        assert dict(advised.options) == typed
+
+
 @pytest.mark.parametrize(
     ("make", "batch", "private", "about"),
     [

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from support.lived_in_networks import lived_in, swapped
 from support.tiny_modules import Net, conv
-from timm.layers import ScaledStdConv2d
+from timm.layers import BatchNormAct2d, GroupNormAct, LayerNormAct2d, ScaledStdConv2d
 from torch import Tensor, nn
 
 from normswap import shipped
@@ -116,6 +116,30 @@ def test_bare_networks_have_the_identity_for_norms(name: str) -> None:
         assert point.variance == pytest.approx(other.variance, rel=1e-12)
         assert point.branch_variance == pytest.approx(other.branch_variance, rel=1e-12)
     assert any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
+
+NORM_ACTS: dict[str, Callable[[], nn.Module]] = {
+    "BatchNormAct2d": lambda: BatchNormAct2d(4, act_layer=nn.SiLU),
+    "BatchNormAct2d without activation": lambda: BatchNormAct2d(4, apply_act=False),
+    "GroupNormAct": lambda: GroupNormAct(4, 2, act_layer=nn.ReLU),
+    "LayerNormAct2d": lambda: LayerNormAct2d(4, act_layer=nn.GELU),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(4),
+    "GroupNorm": lambda: nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.parametrize("name", NORM_ACTS)
+def test_the_activation_of_a_norm_stays_where_the_norm_goes(name: str) -> None:
+    """EfficientNet's norms apply the activation themselves."""
+    norm: Any = NORM_ACTS[name]()
+    model = lived_in(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Conv2d(4, 5, 1)), noise(side=9))
+    x = noise(side=9).double()
+
+    answers = bare(model)(x)
+
+    activation = getattr(norm, "act", nn.Identity())
+    wanted = model[2](activation(model[0](x)))
+    torch.testing.assert_close(answers, wanted, rtol=1e-12, atol=1e-12)
 
 
 def as_the_theory_has_it(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -357,6 +358,34 @@ def test_shared_and_parametrized_weights() -> None:
     )
     assert counts(roles(model)) == {"weight": 2, "bias": 2, "gamma_other": 1, "beta": 1, "gain": 1}
     check(model, param_groups(model))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "decays"),
+    [
+        ([], False),
+        ([1], False),
+        ([4], False),
+        ([1, 1], False),
+        ([1, 4], False),
+        ([4, 1], False),
+        ([1, 1, 7], False),
+        ([1, 4, 1, 1], False),
+        ([2, 2], True),
+        ([1, 4, 7], True),
+        ([4, 1, 7, 1], True),
+    ],
+)
+@pytest.mark.parametrize("holder", [lambda: nn.Conv2d(3, 4, 1), nn.Module])
+def test_a_parameter_of_ones_own_decays_if_two_of_its_sides_are_above_one(
+    holder: Callable[[], nn.Module], sizes: list[int], decays: bool
+) -> None:
+    block = holder()
+    block.register_parameter("own", nn.Parameter(torch.ones(sizes)))
+
+    (found,) = [each for each in roles(block) if each.path == "own"]
+
+    assert (found.role, found.decay) == ("weight" if decays else "vector", decays)
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from support.sampled_tables import quick
 import normswap
 from normswap.cli.app import main
 from normswap.plan import Arch
+from normswap.proof.distance import Error
+from normswap.proof.verdict import Report
 from normswap.reporting import figures, page, report
 from normswap.reporting.report import Facts
 from normswap.storage.checkpoint import open_model, read_header
@@ -125,6 +127,54 @@ def test_sites_verdict_and_versions_are_the_stored_ones(case: Reported) -> None:
     assert "`" not in text
     for name, version in header.versions.items():
         assert f"{name} {version}" in text
+
+
+# Each precision has errors of several outputs and sizes; the largest of each has another place.
+ERRORS = {"float64": (3e-15, 8e-15, 1e-15), "float32": (2e-7, 1e-7, 9e-7), "bfloat16": (4e-2, 0, 0)}
+FACTS = Facts(
+    source="resnet18",
+    sha256="ab12",
+    arch=Arch("resnet18"),
+    steps=(),
+    digest="cd34",
+    versions={"torch": "2"},
+    report=None,
+    blocks=(),
+    others=(),
+    alphas=(),
+    sizes={"before": {"norms": 20, "parameters": 12_345}, "after": {"norms": 0, "parameters": 999}},
+    notes=(),
+    signal={},
+    signal_inputs="",
+    accuracy={},
+)
+
+
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_page_shows_the_largest_error_of_each_precision(exact: bool, turn: int) -> None:
+    errors = [
+        Error("logits", precision, (number,), values[(number + turn) % 3], 1.0)
+        for number in range(3)
+        for precision, values in ERRORS.items()
+    ]
+    stored = Report(exact, True, "noise", tuple(errors), tolerance={"float32": 1e-5})
+
+    found = tiles(page.render(replace(FACTS, report=stored)))
+
+    assert found == {
+        "relative L2, float64": ("8e-15", "at the logits"),
+        "relative L2, float32": ("9e-07", "allowed: 1e-05" if exact else "at the logits"),
+        "relative L2, bfloat16": ("0.04", "at the logits"),
+        "norms": ("20 → 0", "normalization layers"),
+        "parameters": ("999", "\u221211,346 by the conversion"),
+    }
+
+
+def tiles(text: str) -> dict[str, tuple[str, str]]:
+    """The boxes at the top of a page: name, value, and the line below."""
+    pattern = "<dt>(.*?)</dt><dd>(.*?)<small>(.*?)</small></dd>"
+    return {name: (value, below) for name, value, below in re.findall(pattern, text)}
 
 
 def test_every_norm_has_an_outcome(case: Reported) -> None:
