@@ -157,6 +157,7 @@ def _distances(norms: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
         # norm adds eps to the variance).
         mean_error = mean * scale + shift
         kept_deviation = running_variance.to(variance).sqrt() * scale
+        # The slope of a square root at 0 is infinite, so that of a constant channel gets a little.
         deviation_error = (variance * scale.square() + 1e-12).sqrt() - kept_deviation
         distances.append((mean_error.square() + deviation_error.square()).mean())
 

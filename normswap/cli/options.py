@@ -185,7 +185,7 @@ class Opening:
         """Return the network `name`, opened by these options.
 
         Args:
-            name: A MODEL.
+            name: The argument MODEL of a command: a name, a hub id, a path or a factory.
             device: The device to place the network on.
             runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
 
@@ -281,7 +281,7 @@ class ImageOpening(Opening):
         """Return a network that is opened by these options, and note how its images are prepared.
 
         Args:
-            name: A MODEL.
+            name: The argument MODEL of a command: a name, a hub id, a path or a factory.
             device: The device to place the network on.
             runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
         """
@@ -388,15 +388,16 @@ def open_model(
     """Return the network `name`, while a terminal shows that it is being opened.
 
     Args:
-        name: A MODEL.
+        name: The argument MODEL of a command: a name, a hub id, a path or a factory.
         device: The device to place the network on.
         runs: Whether `name` may be an exported file. Such a file runs in its own runtime.
         asked: The keywords of `checkpoint.open_model`.
     """
-    # `kinds.parts` refuses options that do not go together, before torch is imported. A directory,
-    # or a file that normswap may have written, is left out: it may know its own architecture.
-    recorded = (".safetensors", *kinds.EXPORTED)
-    if not Path(name).is_dir() and Path(name).suffix.lower() not in recorded:
+    # `kinds.parts` refuses options that do not go together, before torch is imported. It is not
+    # asked about a directory, or a file that normswap may have written: these may state their
+    # architecture themselves, and are opened first.
+    written_endings = (".safetensors", *kinds.EXPORTED)
+    if not Path(name).is_dir() and Path(name).suffix.lower() not in written_endings:
         kinds.parts(name, asked.get("weights") or "pretrained", asked.get("arch"))
 
     # Downloads show a bar of their own.

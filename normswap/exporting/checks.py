@@ -216,8 +216,8 @@ def check(
         dtype: The precision of the file.
         described: What the images are called in reports.
         what: What the file is called in errors.
-        refuse: Whether an error is raised if the file computes something else, or if nothing shows
-            that it does not. Otherwise the returned figures say so.
+        refuse: Whether an error is raised if the file is wrong or cannot be proved right. Otherwise
+            the returned figures say so.
         inside: A function that returns the network, and the file as a function that returns the
             values of all its layers. It is called if the file is wrong, or in int8, to find the
             first wrong layer. With None no layer is looked for.
@@ -236,9 +236,9 @@ def check(
     figures = compared.figures(described)
     figures = _with_first_wrong_layer(figures, reference, inside, compared.first, dtype)
 
-    # Near zero, a runtime may be inexact without any mistake in the file. So the error may also be
-    # `_AS_UNFOLDED` times that of a file of the network that was written without folding, but at
-    # most `_OF_ZEROS`.
+    # Near zero, a runtime may be inexact without any mistake in the file. So another file is
+    # written, of the network without folding. The error may be a multiple of the error of that file
+    # (`_AS_UNFOLDED`), up to a limit (`_OF_ZEROS`).
     if not figures.passed and _is_nearly_zero(figures, compared):
         unfolded_error = compared.error_of_unfolded()
         allowed = Allowance(dtype, figures.tolerance, unfolded_error, _AS_UNFOLDED, _OF_ZEROS)
@@ -695,7 +695,9 @@ class _Hits:
         self.right = {"source": 0, "file": 0}
 
     def add(self, expected: Tensor, actual: Tensor, labels: Tensor) -> None:
-        """Count the images of a batch, and those whose top class is their label.
+        """Count the images of a batch, and how many the source and the file each classify rightly.
+
+        An image is classified rightly if the class with the highest score is its label.
 
         Args:
             expected: The scores of the source, (N, classes).

@@ -175,9 +175,9 @@ class ExportedFile:
         return batch, tuple(size)
 
     def request(self, model: nn.Module) -> ExportRequest:
-        """Return the request to `export` by which a network would be written as this file is.
+        """Return the request with which `export` would write a network with this file's options.
 
-        Its options are read from the file, so that the file can be compared with the network.
+        By it the network is run as the file is, so that both can be compared.
 
         Args:
             model: The network that the file should compute. It stays as it is.
@@ -200,6 +200,7 @@ class ExportedFile:
             )
             return ExportRequest.of(for_inputs(model, stated), self.file, self.form, None, settings)
 
+        # A file whose record states no normalization normalizes images itself.
         batch, size = self.shape
         settings = FileSettings(
             format=self.form.name,

@@ -251,9 +251,12 @@ def check_linear(builder: PlanBuilder, path: str, linear: nn.Module, *, once: bo
 
 
 def _hooks_reason(linear: nn.Module) -> str:
-    """Return why a linear layer with forward hooks cannot be changed.
+    """Return the reason why a linear layer that has forward hooks or pre-hooks cannot be changed.
 
     The text continues a sentence that begins with the layer's path.
+
+    Args:
+        linear: The layer. The caller knows that it has one of both kinds of hooks.
     """
     if linear._forward_hooks:
         return "has forward hooks, which see its output"

@@ -93,6 +93,8 @@ class BareNorm(PlannedLayer):
             eps: Its epsilon, which was measured (`NormKind.eps`).
             centres: Whether it subtracts the mean.
         """
+        # The new norm has neither gamma nor beta, as its readers absorb them. Here, gamma only
+        # tells the number of channels.
         gamma, _ = gamma_and_beta(old)
         channels = len(gamma)
         dim = 1 if channel_dim(old) == 1 else -1

@@ -364,14 +364,17 @@ class OutputDistances:
     def error(self) -> Error:
         """Return the error of the output that differs most.
 
-        The agreement in it is the least of all outputs, which need not be that of the output that
-        differs most. The error is infinite if the networks' outputs have different names, or none.
+        Its `agreement`, how often source and result choose the same class, may be about another
+        output: the one with the lowest share (`least_agreement`). The error is infinite if the
+        networks' outputs have different names, or if there are no outputs.
         """
+        # `answer` is a text that says which output the agreement is about.
         agreement, answer = self.least_agreement()
         if not self._are_named_alike or not self.by_output:
             return Error("logits", self.precision, self._size, math.inf, math.inf)
 
-        # "logits" stands for the outputs of a network, whatever they are.
+        # The `site` of an error is the path of a module. The network's outputs have "logits" in its
+        # place, whatever they are, and the name of the output beside it.
         name = self.worst_name
         error = self.by_output[name].error("logits", self.precision, self._size)
         error = replace(error, output=name)
@@ -380,11 +383,12 @@ class OutputDistances:
         return replace(error, agreement=agreement, answer=answer, axis=self.axis)
 
     def least_agreement(self) -> tuple[float | None, str]:
-        """Return the least share of equal argmaxes of any output, and a text that explains it.
+        """Return how often source and result choose the same class, and a text that explains it.
 
-        The text says which output and axis the argmax is taken of, and lists the shares of the
-        other outputs. Only outputs that were scores of classes in every batch are looked at. If
-        there are none, the share is None.
+        Each output that holds scores of classes has a share of inputs for which both have the same
+        argmax. The lowest of these shares is returned. The text says which output and axis it is
+        about, and lists the shares of the other outputs. An output whose values were no scores in
+        some batch is left out. If none is left, the share is None.
         """
         # An output that was no scores in some batch has counted fewer samples.
         complete = [

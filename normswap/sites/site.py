@@ -185,7 +185,11 @@ class Site:
 
     @property
     def is_affine(self) -> bool:
-        """Whether a norm, or a layer of normswap's own, is y = act(s * x + t) in eval mode."""
+        """Whether the module computes y = act(s * x + t) in eval mode, with s and t per channel.
+
+        BatchNorms do, and so do the layers that normswap puts in their place. Those may also apply
+        the activation behind the norm, `act`.
+        """
         return affine.is_affine(self.module)
 
     @property

@@ -108,7 +108,7 @@ def _contenders(
     """Open everything that is timed: the network, its folded copy, and exported files.
 
     Args:
-        model: A MODEL, or an exported file.
+        model: The argument MODEL of the command (a name, a hub id or a path), or an exported file.
         files: Exported files of the MODEL.
         opening: How the MODEL is opened.
         device: The device that the MODEL runs on. Files run where their runtimes do.
@@ -210,7 +210,7 @@ def _networks(
     """Open a MODEL, and fold it.
 
     Args:
-        name: A MODEL.
+        name: The argument MODEL of a command: a name, a hub id, a path or a factory.
         opening: How it is opened.
         device: The device that it runs on.
 

@@ -95,7 +95,11 @@ def run(
 
 
 def _print(body: Body) -> None:
-    """Print a network's accuracy, loss and speed, and how often another one agrees."""
+    """Print a network's accuracy, loss and speed, and how often a second one answers alike.
+
+    Args:
+        body: What `--json` prints. "against" has the figures of the second network, or None.
+    """
     rows = [
         ("network", body["source"]),
         ("images", f"{body['count']} of {body['data']}"),

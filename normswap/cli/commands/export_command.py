@@ -228,7 +228,11 @@ def _print(body: Body) -> None:
 
 
 def _figure_rows(body: Body) -> list[tuple[str, str]]:
-    """Return the printed rows, as (name, value), that say how far the file is from its source."""
+    """Return the printed rows, as (name, value), that say how far the file is from its source.
+
+    Args:
+        body: What `--json` prints of the export.
+    """
     figures = body["figures"]
     distance = f"{figures['relative_l2']:.1e} of the answers"
     if not body["quantized"]:
