@@ -179,7 +179,10 @@ def test_what_is_written_with_pt2(once: Path) -> None:
     assert extra["dtype"] == "int8"
     assert json.loads(extra["preprocess"])["input"]["batch"] is None
     body = json.loads(once.with_name("net.pt2.preprocess.json").read_text())["quantization"]
-    assert "import torch.ao.quantization.fx._decomposed before" in body["notes"][0]
+    of_format, of_images = body["notes"]
+    assert "import torch.ao.quantization.fx._decomposed before" in of_format
+    assert of_images.startswith("assumed, as the network does not say: mean")
+    assert (body["calibrated_on"], body["weight_bits"], body["measured"]["count"]) == (32, 7, 64)
 
 
 @pytest.mark.one_in(2)

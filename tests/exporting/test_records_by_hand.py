@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import normswap
+from normswap import provenance
 from normswap.errors import OutputError
 from normswap.exporting import checks, formats, openvino_file, sidecar
 from normswap.exporting.exported_file import ExportedFile
@@ -27,6 +29,7 @@ from normswap.exporting.settings import FileSettings, Quantization
 from normswap.exporting.signature import Signature
 from normswap.models import preprocessing
 from normswap.models.calling import Example
+from normswap.provenance import Provenance
 
 SIZE = (3, 8, 8)
 # None of these is timm's default.
@@ -321,6 +324,96 @@ def test_a_file_states_what_its_network_states_and_assumes_the_rest(
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert _plain(found[name]) == _plain(value), name
+
+
+@pytest.mark.parametrize(
+    "names", [None, ["ant", "bee", "cow"], {"0": "ant", "1": "bee", "2": "cow"}]
+)
+@pytest.mark.parametrize("output", ["logits", "probabilities"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_answers_of_a_file_have_the_names_and_the_scale_that_it_states(
+    names: Any, output: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {"input_size": SIZE, **STATED, **({} if names is None else {"label_names": names})}
+    model = provenance.attach(small(), Provenance(source="net", pretrained_cfg=record))
+    body = sidecar.body(model, SIZE, output, normalize=False, dynamic=dynamic)
+    scores = torch.tensor([[2.0, 0.5, -1.0]])
+    taken: list[int] = []
+
+    def runs(images: Tensor) -> Tensor:
+        taken.append(len(images))
+        answers = scores.expand(len(images), -1)
+        return answers.softmax(1) if output == "probabilities" else answers
+
+    monkeypatch.setattr(ExportedFile, "opened", lambda _file: runs)
+
+    network: Any = ExportedFile(Path("a.pt2"), formats.get("pt2"), {}, body).network()
+
+    answers = network(torch.rand(4, *SIZE))
+    assert taken == ([4] if dynamic else [1] * 4)
+    torch.testing.assert_close(answers.softmax(1), scores.softmax(1).expand(4, -1))
+    record = preprocessing.stated(network)
+    assert record.get("label_names") == (["ant", "bee", "cow"] if names else None)
+    assert record.get("num_classes") == (3 if names else None)
+    assert tuple(record["input_size"]) == SIZE
+
+
+def test_the_record_of_an_export_is_that_by_hand(tmp_path: Path) -> None:
+    model = small(**STATED)
+    images = torch.randn(5, *SIZE)
+    labels = model(images).argmax(1)
+    labels[0] = (labels[0] + 1) % 3
+
+    done = normswap.export(
+        model, tmp_path / "a.pt2", images=[(images[:3], labels[:3]), (images[3:], labels[3:])]
+    )
+
+    file = tmp_path / "a.pt2"
+    beside = tmp_path / "a.pt2.preprocess.json"
+    assert {*tmp_path.iterdir()} == {file, beside}
+    assert (done.file, done.parts, done.sidecar) == (file, (), beside)
+    assert (done.format, done.dtype, done.input_size) == ("pt2", "fp32", SIZE)
+    assert (done.dynamic_batch, done.noise_only, done.quantized) == (False, False, None)
+    assert (done.bytes, done.notes, done.inputs) == (file.stat().st_size, (), ())
+    # The norm is folded. What is left are the layers of the network.
+    assert {
+        "conv2d.default": 1,
+        "relu.default": 1,
+        "linear.default": 1,
+    }.items() <= done.nodes.items()
+    assert not [kind for kind in done.nodes if "norm" in kind]
+    assert done.seconds > 0
+    figures = done.figures
+    assert figures is not None
+    assert (figures.count, figures.answers, figures.agreement) == (5, 5, 1.0)
+    assert figures.top1 == figures.source_top1 == pytest.approx(80.0)
+    assert (figures.verdict, figures.points_lost, figures.remark) == ("PROVED", 0.0, "")
+    told = json.loads(beside.read_text())
+    assert told.pop("checked") == {
+        **json.loads(json.dumps(asdict(figures))),
+        "noise_only": False,
+    }
+    assert told == {
+        "input": {
+            "name": "images",
+            "dtype": "float32",
+            "layout": "NCHW",
+            "batch": 1,
+            "size": [3, 8, 8],
+            "channels": "RGB",
+            "range": [0.0, 1.0],
+        },
+        "resize": {
+            "to": [10, 10],
+            "crop_pct": 0.8,
+            "crop_mode": "center",
+            "interpolation": "bilinear",
+        },
+        "normalize": {"mean": [0.3, 0.4, 0.5], "std": [0.2, 0.25, 0.4]},
+        "assumed": [],
+        "output": {"name": "logits", "dtype": "float32", "labels": None},
+        "precision": {"weights": "fp32", "arithmetic": "fp32"},
+    }
 
 
 def _plain(value: object) -> object:
