@@ -28,7 +28,8 @@ def test_averaged_weights_are_taken_wherever_they_stand(averaged: str, tmp_path:
     wanted, other = {"weight": torch.ones(2)}, {"weight": torch.zeros(2)}
 
     for plain, order in itertools.product(PLAIN, (1, -1)):
-        content = dict([(plain, other), (averaged, wanted), ("epoch", 3)][::order])
+        entries: list[tuple[str, object]] = [(plain, other), (averaged, wanted), ("epoch", 3)]
+        content = dict(entries[::order])
         torch.save(content, tmp_path / "a.pth")
 
         assert torch.equal(read(tmp_path / "a.pth")["weight"], torch.ones(2)), (plain, order)
