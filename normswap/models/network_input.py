@@ -489,12 +489,11 @@ def _first_layer(model: nn.Module) -> tuple[int, ...] | None:
             return (module.in_channels, *_SIDE[len(module.kernel_size)])
         if isinstance(module, nn.Linear):
             return (module.in_features,)
-        # Behind a norm of rows, signals or volumes, the next layer tells how many sides they have.
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm3d):
-            continue
-        # `site_of` describes a norm. Any other BatchNorm that comes first is taken for one of
-        # images.
+        # `site_of` describes a norm. Behind a norm of rows, signals or volumes, the next layer
+        # tells their sides. Any other BatchNorm that comes first is taken for one of images.
         site = site_of(module)
+        if site.is_batchnorm1d_or_3d:
+            continue
         if site.is_batchnorm and site.channels:
             return (site.channels, *_SIDE[2])
     return None

@@ -106,6 +106,11 @@ class Site:
         return is_torchs and self.is_batchnorm and self.activation is None
 
     @property
+    def is_batchnorm1d_or_3d(self) -> bool:
+        """Whether the module is torch's BatchNorm of rows and signals, or that of volumes."""
+        return isinstance(self.module, nn.BatchNorm1d | nn.BatchNorm3d)
+
+    @property
     def is_at_each_position(self) -> bool:
         """Whether the module is any kind of LayerNorm or RMSNorm."""
         return self.statistics is Statistics.POSITION
