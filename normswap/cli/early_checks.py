@@ -106,9 +106,9 @@ def _timm_names() -> set[str]:
         return set()
 
     names: set[str] = set()
-    # Each match has one of the two names, and an empty text for the other.
     folder = Path(spec.submodule_search_locations[0]) / "models"
     for file in folder.glob("*.py"):
+        # A match is a registered name or a deprecated one. The other of the two is an empty text.
         for registered, deprecated in _REGISTERED.findall(file.read_text(encoding="utf-8")):
             names.add(registered or deprecated)
     return names

@@ -95,7 +95,8 @@ class ExportRequest:
                     [network_input.noise(source, config["input_size"], batch=2)]
                 )
 
-        # With inputs, the file takes and gives all tensors of the network.
+        # With inputs, the file takes and gives all tensors of the network, so that no option for
+        # images fits.
         if inputs is not None:
             _require_plain(settings)
             calls = tuple(call.like(source) for call in calling.batches(inputs))

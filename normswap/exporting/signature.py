@@ -96,9 +96,11 @@ class Signature:
             tensors: The inputs of the file, in the order of `inputs`: images, or all tensors that
                 the network takes.
         """
+        # `form` is a call of the network with an empty tensor in the place of each input. Unless
+        # the file takes all inputs (`whole`), it takes images alone.
         if not self.whole:
             return self.form.of(tensors[0])
-        # Each empty tensor of the call is replaced by the next input.
+        # Each empty tensor is replaced by the next input.
         values = iter(tensors)
         return self.form.map(lambda _: next(values))
 

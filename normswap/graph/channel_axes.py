@@ -191,8 +191,9 @@ class _LayoutReader:
         traced: The whole recorded network.
         record: The record to read: `traced` itself, or a record of the same network on an input of
             another size, or on another path through its code.
-        nodes: For each node of `record`, in order, the node under which `axes` returns its axis. If
-            `record` has another size, it is the same node of `traced`.
+        nodes: The keys under which `axes` returns the axes, one for each node of `record`, in the
+            same order. If `record` was made on an input of another size, the key is the node of
+            `traced` for the same operation.
         is_identity: Returns whether a node passes its input on unchanged.
     """
 

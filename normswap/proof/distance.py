@@ -292,7 +292,8 @@ class OutputDistances:
         self.agreements: dict[str, Agreement] = {}
         # The number of samples so far.
         self.count = 0
-        # The axis of the classes of each output that is scores of classes, in the last batch.
+        # For each output that holds scores of classes, by its name: the axis of the classes, as it
+        # was found in the last batch.
         self.axes: dict[str, int] = {}
         # The size of the first batch's images.
         self._size: tuple[int, ...] = ()

@@ -127,6 +127,7 @@ class HeldOutSplit:
                 yield batch
                 continue
 
+            # With `whole`, calls stay as they are. Otherwise they are cut into parts of few images.
             held_out, fitted = self._split(batch, i, position)
             position += batch.count
             if held_out is not None and room > 0:

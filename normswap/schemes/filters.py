@@ -58,7 +58,8 @@ def plan_nf(anatomy: Anatomy, *, mean: str, stem: str, depthwise: str, init: str
                 linear.extra |= {"gamma": gamma_before(builder, path), "bias": "add"}
         return builder
 
-    # A network without residual blocks has no branches that could get a scalar.
+    # Both fold the norms. With residual blocks, each branch also gets a scalar, whose value (None)
+    # is that which keeps the function.
     builder = scale_branches(anatomy, None) if anatomy.blocks else fold_norms(anatomy)
     return standardize(builder, mean=mean, stem=stem, depthwise=depthwise)
 

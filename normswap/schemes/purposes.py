@@ -124,7 +124,16 @@ def _refuse_statistics(builder: PlanBuilder, path: str, site: Site) -> None:
 
 
 def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
-    """Refuse a recurrent or attention layer of torch that learns, and name Opacus' own layer."""
+    """Note in the plan that a recurrent or attention layer of torch is refused, if it learns.
+
+    Opacus cannot compute its gradients per sample. The reason names the layer of Opacus that can
+    take its place.
+
+    Args:
+        builder: The builder of the plan, whose `refusals` get the reason.
+        path: The path of the layer.
+        module: The layer. Any other module is left alone.
+    """
     if not any(parameter.requires_grad for parameter in nn.Module.parameters(module)):
         return
     for kind, layer in _OPACUS_LAYERS.items():

@@ -77,13 +77,14 @@ def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> int | None:
-    """Return the dimension, -1 or 1, along which a module is measured to compute `expected`.
+    """Return the dimension, -1 or 1, along which a module computes what `expected` returns.
 
-    A float64 copy of the module, with random parameters, runs on an input for each dimension. None
-    says that the copy computes something else along both. Each module is measured once.
+    It is found by a trial: a float64 copy of the module, with random parameters, runs on an input
+    for each dimension. The result is None if the copy computes something else along both. Each
+    module is tried once, and its result is kept.
 
     Args:
-        module: The module to measure.
+        module: The module that is tried.
         channels: The number C of its channels.
         expected: A function of the copy and an input (..., C) that returns the expected output.
     """

@@ -227,9 +227,10 @@ class Site:
 
     @cached_property
     def averages(self) -> bool:
-        """Whether a BatchNorm can take the place of this norm with statistics per sample.
+        """Whether this norm uses each sample's own statistics, and a BatchNorm can replace it.
 
-        The BatchNorm equals the norm for an average sample, and is fitted to images.
+        The BatchNorm is fitted to images. It has the statistics of all of them, so it equals the
+        norm only for an average sample.
         """
         return affine.has_average(self.module) and not self.lacks_batch
 

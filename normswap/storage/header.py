@@ -213,9 +213,9 @@ def _parsed(text: str, file: Path) -> tuple[Body, Header]:
 
 
 def _with_todays_names(record: Body, text: str) -> str:
-    """Return the JSON text of a record, in which a key has the name that it has today.
+    """Return the JSON text of a record, with the key `vacuous` of its report renamed to `remarks`.
 
-    Older versions of normswap wrote `vacuous` in the report for what is called `remarks` today.
+    Older versions of normswap wrote the old name.
 
     Args:
         record: The record, as it was read.

@@ -43,11 +43,11 @@ def add_conversion(model: nn.Module, folder: Path, state: Mapping[str, Tensor] |
     # normswap writes its own directory first. Then its files are moved to that of transformers.
     with tempfile.TemporaryDirectory() as aside:
         saved = checkpoint.save(model, Path(aside) / "network")
-        # config.json stays transformers' own, with normswap's entry in it.
+        # config.json stays transformers' own, with normswap's entry in it. One more entry keeps
+        # transformers from opening the directory.
         config = header.read_config(folder) or {}
         saved_config = header.read_config(saved) or {}
         config[header.KEY] = saved_config[header.KEY]
-        # This entry keeps transformers from opening the directory.
         config |= NOT_OF_TRANSFORMERS
 
         # The weights that transformers wrote, perhaps in several files, are replaced by one file.

@@ -129,9 +129,10 @@ def keys(advice: Advice, lr: float, batch_size: int) -> list[str]:
 
 
 def references(model: nn.Module) -> list[Advice]:
-    """Return what targets are compared with: BatchNorm as it is, and BatchNorm in eval mode.
+    """Return the two baselines of a trial, which the schemes that are tried are compared with.
 
-    The list is empty for a network without BatchNorm.
+    They are the network with its BatchNorms as they are, and with its BatchNorms in eval mode. For
+    a network without BatchNorm, the list is empty.
     """
     if not any(site.is_batchnorm for site in sites_of(model)):
         return []
