@@ -16,9 +16,12 @@ The policy `kim2022`: the guidelines of Kim et al. 2022, arXiv:2205.07260 (ACM T
 
 Weights decay; betas and biases do not. The gamma of a LayerNorm is `gamma_last` if the norm ends a
 branch, `gamma_0` if it stands before the first block, and `gamma_other` if it begins a branch (ViT,
-Swin). A scale per channel in the place of a norm has that norm's role. SkipInit's scalars do not
-decay (De & Smith 2020, arXiv:2002.10444, the code in appendix G). The gains of NF networks do not
-decay either (Brock et al. 2021, arXiv:2102.06171).
+Swin). A scale per channel in the place of a norm has that norm's role. A gamma whose place is not
+known, as in a network that cannot be traced, does not decay. SkipInit's scalars do not decay (De &
+Smith 2020, arXiv:2002.10444, the code in appendix G). The gains of NF networks do not decay either
+(Brock et al. 2021, arXiv:2102.06171).
+
+The docstring of `param_groups` says what decays under the other policies.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ def roles(
 
     Args:
         model: The network, or a copy of it, such as an average of its weights.
-        policy: The name of a policy (`kim2022`, `timm`, `all`, `weights-only`), or the roles to
+        policy: The name of a policy (`param_groups` says what decays under each), or the roles to
             which weight decay applies.
         network: The record of the network, if there is one already. Without it the network is
             recorded anew.
@@ -210,14 +213,20 @@ def param_groups(
 ) -> list[Body]:
     """Return parameter groups for any torch or timm optimizer.
 
-    Every trainable parameter is in exactly one group, a frozen one in none.
+    Every trainable parameter is in exactly one group, a frozen one in none. The policy says which
+    parameters decay:
+
+    - `kim2022` (the default): weights, and all gammas except in the stem and on projection skips.
+    - `timm`: all but 1-D parameters, biases, and what the network's `no_weight_decay` names.
+    - `all`: every parameter.
+    - `weights-only`: weights, but no gamma, beta, bias or scalar.
 
     Args:
         model: The network.
         weight_decay: The weight decay of the groups that decay.
-        policy: The name of a policy, or the roles that decay, such as ["weight", "gamma_last"]. The
-            names are `kim2022`, `timm` (no decay of 1-D parameters, as
-            `timm.optim.param_groups_weight_decay`), `all`, and `weights-only` (no gamma).
+        policy: The name of a policy, or a list of the roles that decay. ["weight", "gamma_last"]
+            are the weights and the gamma of the last norm of each residual branch. `normswap decay`
+            prints the role of each parameter.
         lr: The learning rate. With it a group's `lr` is `lr` times its scale. Without it a group
             carries its scale as `lr_scale`, by which timm's schedulers multiply. A group never has
             both.

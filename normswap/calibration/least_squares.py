@@ -350,14 +350,17 @@ def _best_ridge(folds: Folds, prior: Tensor, zero_sum: Tensor | None) -> float:
     if folds.rows.min() < 2:
         return RIDGES[0]
 
-    # About `_JUDGED` outputs, evenly spaced, are enough to judge by.
+    # A ridge is judged by its errors at about `_JUDGED` of the outputs, evenly spaced. They are
+    # enough to choose it by, and take less time than all outputs.
     judged = slice(None, None, max(prior.shape[1] // _JUDGED, 1))
     judged_prior = prior[:, judged]
+    # The covariances of x, those of y with x and the variances of y, on the even images (fitted on)
+    # and the odd ones (judged on).
     covariances, crosses, variances = each.covariances()
-    covariance, other_covariance = covariances
-    cross, other_cross = crosses[:, :, judged]
-    twice_other_cross = 2 * other_cross
-    other_variance = variances[1, :, judged].sum()
+    covariance, odd_covariance = covariances
+    cross, odd_cross = crosses[:, :, judged]
+    twice_odd_cross = 2 * odd_cross
+    odd_variance = variances[1, :, judged].sum()
     # How far the mean input and the mean target of the odd images are from those of the even ones.
     input_means, target_means = each.means()
     input_shift = input_means[1] - input_means[0]
@@ -366,18 +369,20 @@ def _best_ridge(folds: Folds, prior: Tensor, zero_sum: Tensor | None) -> float:
     def errors(ridges: Sequence[float]) -> list[float]:
         """Fit weights with each ridge to the even images, and return their errors on the odd ones.
 
-        An error is the squared error, summed over the outputs that are judged (`judged`).
+        An error is the mean squared error on the odd images, summed over the outputs in `judged`.
         """
         ridge = torch.tensor(ridges, dtype=prior.dtype, device=prior.device).view(-1, 1, 1, 1)
         weight = Kernel.of(covariance, ridge).weights(cross, judged_prior, zero_sum=zero_sum)
 
-        # E |y - b - V x|^2 on the odd images is V C V' - 2 V B' + Var[y] with the covariances C of
-        # x and B of y with x there, plus the squared error of the mean output. That error is the
-        # difference between the biases that fit the two folds.
+        # With the weights V (`weight`) and the bias b of the even images, E |y - b - V x|^2 on the
+        # odd images is the sum over outputs of V C V' - 2 V B' + Var[y] + d^2. C (`odd_covariance`)
+        # is the covariance of x, B (`odd_cross`) that of y with x, and Var[y] (`odd_variance`) the
+        # variance of y, all on the odd images. The error d (`offset`) of the mean output is the
+        # difference between the biases that fit the odd and the even images.
         offset = _bias(weight, input_shift, target_shift, biased=folds.biased)
-        pulled = weight @ other_covariance - twice_other_cross
+        pulled = weight @ odd_covariance - twice_odd_cross
         square: Tensor = (
-            (pulled * weight).sum((1, 2, 3)) + offset.square().sum((1, 2)) + other_variance
+            (pulled * weight).sum((1, 2, 3)) + offset.square().sum((1, 2)) + odd_variance
         )
         return square.tolist()
 

@@ -309,7 +309,9 @@ class NormInputs:
             scale: The scale of each channel, (G, c).
         """
         channels = scale.shape[1]
-        # The mean of z in each image and group, and its variance about that mean.
+        # `means` and `squares` (G, N, c) are the mean and the mean square of x in each image, by
+        # channel. A product with weights (G, c, 2) gives two sums over the channels at once, (G, N)
+        # each. `mean` and `var` are the mean and the variance of z in each image and group.
         mean_weights = torch.stack([scale / channels, self.effect / scale], 2)
         mean, cross = (self.means @ mean_weights).unbind(2)
         square_weights = torch.stack([scale.square(), self.effect], 2)
@@ -328,11 +330,12 @@ class NormInputs:
             + moved_mean.square() * shift_cost.sum(1, keepdim=True)
         )
 
-        # The mean of z also varies by chance. Its variance, if channels were independent, adds a
-        # share (`CHANCE`) to the loss.
+        # The channels' means may cancel in mean(z) by chance on these few images. On other images
+        # they would not. So the loss has a second term: a share (`CHANCE`) of what mean(z) would
+        # cost if the channels were independent, so that the variances of their means add up.
         independent = self.means.var(1) * scale.square()
-        mean_variance = independent.sum(1) / channels**2
-        return cost.mean(1) + CHANCE * shift_cost.sum(1) * mean_variance
+        variance_of_mean = independent.sum(1) / channels**2
+        return cost.mean(1) + CHANCE * shift_cost.sum(1) * variance_of_mean
 
 
 @dataclass(frozen=True)
@@ -412,7 +415,7 @@ class _Loss:
         by_mean = 2 * ratio * (ratio * mean * total_shift - off * cross) / images
         by_mean = by_mean - 2 * mean * by_var
 
-        # The second term of the loss: the mean of independent channels varies by chance.
+        # The second term of the loss: what mean(z) would cost if the channels were independent.
         independent = self.chance * scale**2 * CHANCE / channels**2
         by_total_shift = by_total_shift + independent.sum(1, keepdims=True)
 

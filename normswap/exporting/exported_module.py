@@ -161,7 +161,8 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
     Args:
         network: The network, in float32.
         how: The images, and the bits of a weight.
-        halves: Whether the quantizer writes 7-bit weights for every layer except depthwise ones.
+        halves: Whether the quantizer makes 7-bit weights by halving the range of 8-bit ones: the
+            largest weight is 63.5 steps from 0, in place of 127. Depthwise layers keep 127.
 
     Source: Nagel et al. 2019, section 4.2.
     """
@@ -192,8 +193,8 @@ def correct_biases(network: Shipped, how: Quantization, *, halves: bool = False)
         for module in nn.Module.modules(network)
         if isinstance(module, LINEAR) and "weight" in module._parameters
     ]
-    # A layer whose class has a forward of its own may compute something else than its weight says,
-    # so its bias is not corrected.
+    # A layer with a forward of its own may compute something else than its weight says. A trial run
+    # tells (`own_forwards.computes`). If it does, its bias is not corrected.
     plain = [
         layer for layer in linear if not own_forwards.is_own(layer) or own_forwards.computes(layer)
     ]
@@ -213,11 +214,11 @@ def _levels_of(layer: nn.Module, how: Quantization, *, halves: bool) -> float:
     Args:
         layer: The layer.
         how: The bits of a weight.
-        halves: Whether the quantizer writes 7-bit weights for every layer except depthwise ones.
+        halves: Whether the quantizer makes 7-bit weights by halving the range of 8-bit ones: the
+            largest weight is 63.5 steps from 0, in place of 127. Depthwise layers keep 127.
     """
     levels: float = how.levels
-    # With 7 bits, a quantizer that halves gives each weight half as many steps on either side of 0:
-    # 63.5 in place of 127. Depthwise layers keep 127.
+    # `how.levels` is below 127 if weights have 7 bits.
     if halves and levels < 127:
         levels = 127 if own_forwards.is_depthwise(layer) else 63.5
     return levels

@@ -95,16 +95,27 @@ class ExportRequest:
                     [network_input.noise(source, config["input_size"], batch=2)]
                 )
 
-        # With inputs, the file takes and gives all tensors of the network, so that no option for
-        # images fits.
+        # With inputs, the file takes and gives all tensors of the network. The options for images
+        # do not fit such a file.
         if inputs is not None:
-            _require_plain(settings)
+            _refuse_image_options(settings)
             calls = tuple(call.like(source) for call in calling.batches(inputs))
-            whole = _everything(source, calls[0], settings.dynamic_batch)
+            # `whole` is the signature of the file: it names all inputs and outputs of the network,
+            # and says how the network is called with them.
+            whole = _signature_of_all_tensors(source, calls[0], settings.dynamic_batch)
             return cls(
-                source, file, form, settings, calls[0].size, config, whole, calls, drawn=drawn
+                source=source,
+                file=file,
+                form=form,
+                settings=settings,
+                size=calls[0].size,
+                config=config,
+                signature=whole,
+                inputs=calls,
+                drawn=drawn,
             )
 
+        # Without inputs, the file takes images of this size and gives one answer.
         size = tuple(settings.input_size or config["input_size"])
         if len(size) != 3 or any(not isinstance(side, int) or side < 1 for side in size):
             raise OptionError(
@@ -119,7 +130,15 @@ class ExportRequest:
         output = "features" if has_no_classifier else "logits"
         if settings.softmax:
             output = "probabilities"
-        return cls(source, file, form, settings, size, config, Signature.of_images(source, output))
+        return cls(
+            source=source,
+            file=file,
+            form=form,
+            settings=settings,
+            size=size,
+            config=config,
+            signature=Signature.of_images(source, output),
+        )
 
     @property
     def traced_on(self) -> tuple[Tensor, ...]:
@@ -187,8 +206,9 @@ class ExportRequest:
             if self.inputs or needs_answer:
                 raise
 
-        # No output is the answer, so images go in and all outputs come out.
-        whole = _everything(self.source, self.example, settings.dynamic_batch)
+        # No output is the answer, so images go in and all outputs come out. `whole` is the file's
+        # signature with all of them.
+        whole = _signature_of_all_tensors(self.source, self.example, settings.dynamic_batch)
         request = replace(self, signature=whole, inputs=(self.example,), imaged=True)
 
         return request, whole.answers(self.source, request.traced_on)
@@ -349,7 +369,9 @@ def labelled(images: Batches) -> Iterator[tuple[Tensor, Tensor | None]]:
         yield x.float(), labels
 
 
-def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Signature:
+def _signature_of_all_tensors(
+    source: nn.Module, example: Example, dynamic_batch: bool
+) -> Signature:
     """Return the signature of a file that takes and gives all tensors of the network.
 
     Args:
@@ -372,7 +394,7 @@ def _everything(source: nn.Module, example: Example, dynamic_batch: bool) -> Sig
     return whole
 
 
-def _require_plain(settings: FileSettings) -> None:
+def _refuse_image_options(settings: FileSettings) -> None:
     """Refuse options that only a file that takes images and gives one answer can have.
 
     Args:

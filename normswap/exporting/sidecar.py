@@ -223,14 +223,16 @@ def config(model: nn.Module) -> Body:
 def body(
     model: nn.Module, size: tuple[int, ...], output: str, *, normalize: bool, dynamic: bool
 ) -> Body:
-    """Return the sidecar of a file of images: how to prepare an image, and what its answers mean.
+    """Return the sidecar of an exported file that takes images and gives one answer.
+
+    It says how to prepare an image for the file, and what the numbers of the answer mean.
 
     Args:
         model: The network inside the file.
         size: The size (C, H, W) of the images that the file takes.
-        output: The name of its output.
+        output: The name of the answer in the file, such as `logits`.
         normalize: Whether the file normalizes images itself.
-        dynamic: Whether it takes any number of images.
+        dynamic: Whether the file takes any number of images at a time.
     """
     # What the network's record states, and the usual values for what it does not state.
     stated = config(model)
@@ -255,6 +257,8 @@ def body(
         "normalize": (
             None if normalize else {"mean": list(stated["mean"]), "std": list(stated["std"])}
         ),
+        # The names of values, such as "mean", that the network's record does not state. Above stand
+        # usual values in their place.
         "assumed": list(preprocessing.assumed(model)),
         "output": {"name": output, "dtype": "float32", "labels": labels},
     }

@@ -192,15 +192,24 @@ def _move_scale(builder: PlanBuilder, site: Site) -> None:
 
 
 def _fold_scalar(builder: PlanBuilder, site: Site) -> None:
-    """Fold a scalar into the layers that compute its input, through sums and gates (`enlarge`)."""
+    """Fold y = alpha x, with one number alpha, into the layers that compute x (`enlarge`).
+
+    Sums and gates may stand between these layers and x.
+
+    Raises:
+        NotFoldable: The layer at the site is no such scalar, or has a bias that is not 0, or alpha
+            cannot be moved.
+    """
+    # `scales_branch` is true of the layers that multiply by one number alpha and may add a bias.
+    # Only alpha can be moved through sums and gates.
     module = site.module
     if not scales_branch(module) or (module.bias is not None and module.bias.any()):
         raise NotFoldable("it is no scalar without a bias")
     if site.called > 1:
         raise NotFoldable("it is called more than once")
 
-    # The layer's own call is to read the multiplied value. Whatever else reads it divides by the
-    # number again. If that is not possible, `attempt` puts the plan back.
+    # The layers that compute x make alpha x instead, so the scalar is removed. Other readers of x
+    # must divide by alpha. If one of them cannot, `attempt` puts the plan back.
     call = builder.traced.calls[id(module)][0]
     (above,) = inputs(call)
     with propagation.attempt(builder):

@@ -178,13 +178,24 @@ def called(node: fx.Node) -> str:
 
 
 def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]:
-    """Return the values of the stream from which `node` is computed.
+    """Return the values of the stream from which `node` is computed, or note what writes it.
 
-    If `node` is where a layer or parameter writes to the stream, the writer is noted in `stream`,
-    and the list is empty.
+    A sum or rearrangement is computed from other values of the stream, which are returned. Any
+    other node is a writer: it brings new values into the stream. It is noted in `stream`, and the
+    list is empty.
+
+    The stream has mean zero over the channels if the mean is taken out of all that is written to
+    it. This can be done to linear layers and to parameters (`centre`). A LayerScale between a
+    linear layer and the stream is absorbed by the layer first.
+
+    Args:
+        builder: The plan in the making.
+        stream: The residual stream, to which the writer is added.
+        node: The node of a value of the stream.
 
     Raises:
-        NotFoldable: The writer is of another kind, or its LayerScale cannot be absorbed.
+        NotFoldable: The mean cannot be taken out of the writer's output, or its LayerScale cannot
+            be absorbed.
     """
     # `product` is None unless the node multiplies a value by a parameter per channel. Then the
     # parameter is a LayerScale. A module may be a LayerScale, too (`scaled_dim`).
@@ -205,6 +216,7 @@ def _above(builder: PlanBuilder, stream: Stream, node: fx.Node) -> list[fx.Node]
     elif _passes(builder, node):
         return inputs(node)
     else:
+        # The mean cannot be taken out of the output of another step, such as a LayerNorm.
         raise NotFoldable(f"{name(node)} writes to it, whose output has a mean")
     return []
 

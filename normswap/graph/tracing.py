@@ -41,24 +41,30 @@ class Traced:
     - "shape": the shape of the node's value, or a tuple of the shapes of the tensors in it.
     - "dtype": the dtype of the node's value, if the value is one tensor.
 
+    A network may be recorded several times, each time as a `Traced` of its own. The first one is
+    the main record, which keeps the further ones in `others` and `alternatives`. The path of a
+    module or tensor is its dotted name, such as `layer1.0.conv1`.
+
     Args:
         graph: The fx graph.
         modules: The original modules, by every path that leads to them.
         outputs: For each node, the paths of the modules that return its value, innermost first.
         opaque: Paths of the modules whose operations cannot be seen, with the reason.
         constants: Tensors that the forward makes itself, by their names in the graph.
-        others: Records of the same graph, node by node, on inputs of another size.
-        alternatives: Records that took another path through the network, or reached auxiliary
-            heads.
+        others: Further records with the same nodes in the same order, made on another input.
+        alternatives: Further records with other nodes: the forward ran other lines of its code for
+            another input, or ran its auxiliary heads.
         alternative_nodes: The nodes of all `alternatives`.
-        recorded: The input sizes, one for each record.
+        recorded: The shapes of the inputs, as text: of this record, and of the record that was made
+            to try another input size.
         remarks: Sentences about the recording that the user should read.
         untracked: Names of constants whose origin is unknown, each with the path of the module
             that uses it.
-        branches: Paths of the modules whose forward reads numbers of a tensor into Python, on which
-            it may branch.
+        branches: Paths of the modules whose forward reads numbers of a tensor into Python. An `if`
+            may depend on these numbers.
         flexible: Whether the network is known to take more than one input size.
-        size_dependent: Whether the forward asked for a size, on which its path may then depend.
+        size_dependent: Whether the forward asked for the size of a tensor. An `if` may depend on
+            the size.
         is_small: Whether the recorded input is smaller than those that the network is used on.
         heads: Whether `alternatives` has auxiliary heads, which only training runs.
         form: The recorded call of the network, with empty tensors in place of the arguments.

@@ -795,21 +795,26 @@ def label_map(
     """Return which output of a network stands for which label of a dataset, and a note.
 
     The result is a pair. First a dict: the index of the network's output, by the number of the
-    label in the dataset. If labels are not needed, and there are no class folders or no classifier,
-    every index is -1. Second a note for the user, which is empty if there is nothing to say.
+    label in the dataset. Second a note for the user, which is empty if there is nothing to say.
+
+    Labels cannot be matched with outputs if the images lie in no class folders, or if the network
+    has no classifier. Then every index is -1 if `needed` is False, and an error is raised if it is
+    True. A network with a single output is an exception: if labels are needed, images without class
+    folders get this output, unless it has a name.
 
     Args:
-        labels: The number of each label in the dataset, by the label's name.
+        labels: The number of each label in the dataset, by the label's name. Images that lie in no
+            class folders have one label, whose name is empty.
         outputs: The number and names of the network's outputs.
         origin: The name of the images in errors.
-        needed: Whether labels are needed.
+        needed: Whether the images must have labels.
 
     Raises:
         SourceError: Some labels are classes of the network and others are not, or nothing says
             which output a label is.
     """
-    # Images that lie in no class folders have one label, whose name is empty. It can only be the
-    # one output of a network that has one.
+    # The empty name of images without class folders says nothing. It can only stand for the output
+    # of a network that has a single one.
     has_no_folders = set(labels) == {""}
     is_the_only_class = needed and outputs.count == 1
     if outputs.count == 0 or (has_no_folders and not is_the_only_class):

@@ -158,14 +158,20 @@ class Recentred(PlannedLayer):
         eps: NotNegative | None = None,
         lead: bool = False,
     ) -> nn.Module:
-        """Return a copy of the BatchNorm that computes what it did, now from the rescaled input.
+        """Return a copy of the BatchNorm that reads a rescaled input and returns what `old` did.
+
+        The input is scaled and shifted per channel, so that each channel has mean 0 and all groups
+        of channels have the same mean variance (`leveling`). The arguments are those of
+        `GroupNorm.replacing`, so that one edit of a plan can place either norm.
 
         Args:
             old: The BatchNorm.
             like: An empty tensor with the model's dtype and device.
-            groups: The number of groups that are brought to one variance.
-            eps: Not None if the input is rescaled. The value is not used.
-            lead: Whether a `ChannelAffine` in front of the norm rescales the input.
+            groups: The number of groups of channels.
+            eps: The epsilon of the GroupNorm. With None the input is not rescaled. The BatchNorm
+                keeps its own epsilon, so the number itself is not needed.
+            lead: Whether a `ChannelAffine` in front of the norm rescales the input. Otherwise the
+                convolution in front of the norm does so (`Rescaled`).
         """
         # A registered norm may lack a BatchNorm's tensors, so a BatchNorm takes its place.
         if affine.is_registered(old):

@@ -67,6 +67,10 @@ class SpectralNorm(PlannedLayer):
     ) -> nn.Module:
         """Return a copy that has absorbed its neighbours, with a spectral norm of its weight.
 
+        The weight W of the copy is computed from two parameters: W = alpha V / sigma(V). V has the
+        shape of W, and sigma(V) is its largest singular value. V begins as W, and the number alpha
+        as sigma(V).
+
         Args:
             old: The linear layer or convolution.
             reads: The modules that are absorbed.
@@ -77,15 +81,17 @@ class SpectralNorm(PlannedLayer):
         filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
 
-        # If the whole weight is zero, V has no direction. It then gets one (`_direction`), and
-        # alpha = 0 makes the product zero.
+        # A weight of zeros would make V and sigma(V) zero, and V / sigma(V) undefined. V then gets
+        # nonzero filters (`_direction`), and alpha = 0 keeps W zero.
         is_zero = (weight == 0).all()
         new.weight.copy_(_direction(old, weight, is_zero, filter_dim))
+        # sigma(V) is found by power iteration from random vectors. The fixed seed makes them the
+        # same whenever a plan is carried out.
         with seeded(weight.device):
             parametrizations.spectral_norm(new, dim=filter_dim)
 
-        # sigma = u' V v, with the left and right singular vectors u and v that the power iteration
-        # has found. Then alpha = sigma gives back W.
+        # sigma(V) = u' V v, with the left and right singular vectors u and v that the power
+        # iteration has found. alpha = sigma(V) makes alpha V / sigma(V) equal to W.
         spectral = new.get_submodule("parametrizations.weight.0").eval()
         assert isinstance(spectral, parametrizations._SpectralNorm)
         original = new.get_parameter("parametrizations.weight.original")

@@ -476,7 +476,8 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
 def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
     """Return mean and variance per channel of a convolution's input, each (C,).
 
-    They are known if the input is a norm's output, perhaps behind elementwise activations.
+    They are known if the input is a norm's output, perhaps behind elementwise activations. They
+    tell how much the convolution's output varies. `_normalize` divides the convolution by this.
 
     Args:
         anatomy: The recorded network.
@@ -500,7 +501,8 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
             return _through(acts[::-1], *moments)
         if module is None or len(list(nn.Module.parameters(module))):
             break
-        # A layer without parameters is taken for elementwise: only the rescaling depends on it.
+        # A layer without parameters is taken for elementwise. If it is not, such as a pooling, the
+        # moments are approximate. They decide only by how much the convolution is divided.
         acts.append(module)
         node = traced.main_input(node)
 
