@@ -27,6 +27,9 @@ from normswap.layers.planned_layer import BranchScale, scales_branch
 from normswap.plan import AbsorbMode, Absorption, Body, Edit, Then
 from normswap.sites.activations import keeps_forward
 
+# Why a convolution is not divided by the deviation of its branch's output.
+_UNKNOWN_MOMENTS = "no norm says how much its output varies"
+
 
 def no_tail(anatomy: Anatomy, block: Block) -> str:
     """Return why no scalar can stand at the end of a block's residual branch, as a text.
@@ -506,7 +509,7 @@ def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:
         acts.append(module)
         node = traced.main_input(node)
 
-    raise NotFoldable("no norm says how much its output varies")
+    raise NotFoldable(_UNKNOWN_MOMENTS)
 
 
 def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
@@ -518,15 +521,27 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
         acts: The activations, in the order of the forward pass.
         mean: The mean of each channel of the input, (C,).
         deviation: The deviation of each channel of the input, (C,).
+
+    Raises:
+        NotFoldable: One of them is no activation: it does not take one position of a map, or gives
+            other channels.
     """
     points, weights = (torch.from_numpy(array).to(mean) for array in hermite_e.hermegauss(40))
     weights = weights / weights.sum()
 
     # The points are samples (40, C, 1, 1), so that activations per channel run on them.
     x = (mean + deviation * points[:, None])[:, :, None, None]
+    shape = x.shape
     with torch.no_grad():
         for act in acts:
-            x = copy.deepcopy(act).eval().to(x)(x.clone())
+            # A pooling does not take a single position, and a user's layer may raise anything.
+            try:
+                x = copy.deepcopy(act).eval().to(x)(x.clone())
+            except Exception as error:
+                raise NotFoldable(_UNKNOWN_MOMENTS) from error
+            is_map = isinstance(x, Tensor) and x.ndim == 4 and x.shape[:2] == shape[:2]
+            if not is_map or not x.numel():
+                raise NotFoldable(_UNKNOWN_MOMENTS)
 
     x = x[:, :, 0, 0]
     output_mean = weights @ x

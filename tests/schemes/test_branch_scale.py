@@ -109,6 +109,39 @@ def test_moments_behind_an_activation_are_those_of_a_normal_variable() -> None:
     assert variance.item() == pytest.approx(2 - 2 / math.pi, rel=0.02)
 
 
+class PooledBranch(nn.Module):
+    """A pre-activation block whose branch has a layer without parameters before its convolution."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(8)
+        self.layer = layer
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.pool = nn.AvgPool2d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x) + self.conv(self.layer(self.bn(x).relu()))
+
+
+POOLINGS = {"max": nn.MaxPool2d(2), "average": nn.AvgPool2d(2)}
+
+
+@pytest.mark.parametrize("layer", POOLINGS.values(), ids=POOLINGS)
+def test_a_pooling_before_the_last_convolution_leaves_it_as_large_as_it_is(
+    layer: nn.Module,
+) -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), PooledBranch(layer)).eval()
+
+    done = normswap.convert(network, "skipinit", inputs=torch.randn(2, 3, 16, 16))
+
+    assert done.report.passed
+    assert any("its last layer stays as large as it is" in note for note in done.notes)
+    weight = network.get_parameter("1.conv.weight")
+    weights = [each for each in done.model.parameters() if each.shape == weight.shape]
+    # The norm's scale, 1 / sqrt(1 + eps), goes through ReLU and pooling into the convolution.
+    assert torch.allclose(weights[0], weight, rtol=1e-4)
+
+
 @pytest.mark.parametrize("arch", LAST)
 def test_match_is_the_deviation_of_the_branch(arch: str) -> None:
     """The last BatchNorm's output has deviation |gamma| (Ioffe & Szegedy), so alpha is the rms of
