@@ -21,7 +21,7 @@ from torch import nn
 import normswap
 from normswap import plan, provenance
 from normswap.cli.app import load, main
-from normswap.cli.commands import export_command
+from normswap.cli.commands import export_command, spp_command
 from normswap.cli.options import Compared, ImageOpening
 from normswap.images.datasets import Loader, make_loader
 from normswap.models.preprocessing import state
@@ -315,3 +315,12 @@ def test_the_recipe_of_a_run_names_the_network_that_was_typed(
     assert (recipe.data.root, recipe.optim.lr) == ("demo", 0.125)
     Path("again.yaml").write_text(recipe_files.dump(recipe))
     assert recipe_files.load_recipe(Path("again.yaml")) == recipe
+
+
+def test_noise_has_as_many_samples_as_are_asked_for_whatever_a_batch_holds() -> None:
+    options = spp_command.ImagesOrNoise(batch_size=2, samples=5)
+
+    calls, described = options.calls(nn.Conv2d(3, 4, 3), seed=0)
+
+    assert [call.count for call in calls] == [5]
+    assert described.startswith("5 x N(0, 1) noise")

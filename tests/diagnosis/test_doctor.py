@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import normswap
-from normswap.diagnosis import weight_moments
-from normswap.diagnosis.findings import Diagnosis
+from normswap.diagnosis import drift, weight_moments
+from normswap.diagnosis.findings import Case, Diagnosis, sites_of
 from normswap.graph.inspection import inspect
 from normswap.images.datasets import make_loader
 from normswap.storage.checkpoint import open_model
+from normswap.surgery.network import Network
 
 # Changes a network in place.
 Plant = Callable[[nn.Module], None]
@@ -404,6 +405,29 @@ def test_a_training_that_ended_with_frozen_statistics_is_no_fault(
     assert diagnosis.faults == ()
     assert "Either the training ended with frozen statistics" in diagnosis.notes[0]
     assert "measure before and after" in diagnosis.notes[0]
+
+
+@pytest.mark.parametrize(("times", "works"), [(10.0, True), (40.0, False)])
+def test_statistics_may_be_frozen_unless_outputs_of_norms_explode(
+    times: float, *, works: bool
+) -> None:
+    """Without images, outputs may be up to 30 times as large as normalized ones."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    images = torch.randn(16, 3, 12, 12)
+    with torch.no_grad():
+        variance = network[0](images).var((0, 2, 3))
+        network[1].running_var.copy_(variance / times**2)  # type: ignore[operator,union-attr]
+    network.eval()
+    case = Case(
+        Network(network, inputs=images),
+        anatomy=None,
+        sites=sites_of(network, None),
+        name="net",
+        data="data",
+    )
+
+    assert drift._may_be_frozen(case) == works
 
 
 def test_what_was_not_looked_at_without_images_is_said() -> None:

@@ -41,6 +41,12 @@ def looked_up(x: Tensor, table: Tensor) -> Tensor:
     return x * torch.softmax(table[torch.arange(x.shape[3]) % 9].t(), 0)[None, :, None]
 
 
+def typed(x: Tensor, table: Tensor) -> Tensor:
+    """As transformers' token types: zeros of the type of what they stand beside are indices."""
+    places = torch.arange(x.shape[3])
+    return x * table[torch.zeros_like(places) + torch.ones_like(places)].t()[None, :, None]
+
+
 def scaled(x: Tensor, table: Tensor) -> Tensor:
     return x * table.max().item()
 
@@ -73,6 +79,7 @@ def operators(graph: torch.fx.Graph) -> set[str]:
     [
         (anchors, {"flatten", "mul"}),
         (looked_up, {"mul"}),
+        (typed, {"mul"}),
         (scaled, {"mul"}),
         (noisy, {"rand", "add"}),
         (written, {"zeros", "mean", "copy_", "mul"}),
@@ -88,7 +95,7 @@ def test_what_depends_on_no_input_is_computed(
 
     assert left <= operators(made.graph)
 
-    if function in (anchors, looked_up, scaled):
+    if function in (anchors, looked_up, typed, scaled):
         assert operators(made.graph) == left
 
     if function is noisy:

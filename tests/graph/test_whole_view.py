@@ -197,3 +197,22 @@ def test_each_other_plain_argument_is_followed_once() -> None:
     done = normswap.convert(model, "affine", inputs=[(IMAGES, mode) for mode in modes])
     for mode in modes:
         assert distance(run(model, IMAGES, mode), run(done.model, IMAGES, mode)) < 1e-5
+
+
+class CalledTwice(nn.Module):
+    """One GroupNorm is called twice, another once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.shared = nn.GroupNorm(2, 4)
+        self.alone = nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alone(self.shared(self.conv(self.shared(self.conv(x)).relu())))
+
+
+def test_one_batchnorm_stands_for_no_norm_that_is_called_twice() -> None:
+    norms = inspect(CalledTwice(), torch.randn(2, 4, 8, 8)).norms
+
+    assert {norm.path: norm.averages for norm in norms} == {"shared": False, "alone": True}

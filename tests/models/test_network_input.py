@@ -241,6 +241,28 @@ def test_inputs_of_every_floating_point_type_are_no_whole_numbers(dtype: str) ->
     assert bool((values < 0).any())
 
 
+class TwoTables(nn.Module):
+    """Token numbers look up two tables of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1000, 4)
+        self.types = nn.Embedding(3, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids) + self.types(ids)
+
+
+def test_drawn_indices_are_rows_of_every_table() -> None:
+    network = zoo.for_inputs(TwoTables(), {"ids": [(40,), "int64"]})
+
+    drawn = network_input.drawn_calls(network)
+
+    assert drawn is not None
+    (ids,) = drawn[0].tensors()
+    assert set(ids.flatten().tolist()) == {0, 1, 2}
+
+
 def silent() -> nn.Module:
     torch.manual_seed(0)
     layers = [

@@ -281,3 +281,23 @@ def test_a_report_has_each_error_of_each_size_and_precision(*, exact: bool) -> N
         None,
         0,
     )
+
+
+def test_a_function_is_named_by_the_innermost_module_around_it() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(x).roll(1, 1)
+
+    network = nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), Inner()))
+    traced = recording.record(network, torch.randn(2, 3, 5, 5))
+    (node,) = [each for each in traced.nodes if "roll" in str(each.target)]
+
+    departure = where._departure(traced, node, torch.ones(2), torch.tensor([1.0, 1.5]))
+
+    assert departure.site == "0.1"
+    assert departure.kind == "roll"
+    assert (departure.network, departure.result) == (1.0, 1.5)

@@ -1,6 +1,7 @@
 """Law of continued runs: the command that is printed opens the very network the run began with."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.command_line import Capture, here
 from torch import Tensor, nn
 
 from normswap.cli.app import main
+from normswap.cli.commands import finetune_command
 from normswap.models.preprocessing import stated
 from normswap.training import assembly, engine, recipe_files
 from normswap.training.engine import Result
@@ -102,3 +104,26 @@ def test_another_seed_draws_other_weights(
 
     first, second = (tensors(network)["conv1.weight"] for network in begun.networks)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("top1", "command"), [(91.0, "evaluate"), (None, "verify")])
+def test_the_next_command_measures_the_best_network(top1: float | None, command: str) -> None:
+    result = Result(
+        best=Path("run/best"),
+        last=Path("run/last"),
+        model=nn.Identity(),
+        rows=({"top1": top1},),
+        best_epoch=3,
+        updates=7,
+        finished=True,
+        notes=(),
+        validated=None,
+    )
+    to_continue = ["finetune", "--resume", "auto"]
+
+    words = finetune_command._next_command(result, to_continue, ["--trust-factory"], "images")
+    unfinished = replace(result, finished=False)
+    words_of_unfinished = finetune_command._next_command(unfinished, to_continue, [], "images")
+
+    assert words == [command, Path("run/best"), "--trust-factory", "--data", "images"]
+    assert words_of_unfinished == to_continue
