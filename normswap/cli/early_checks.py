@@ -24,7 +24,7 @@ _IMAGES = ("data", "calibrate")
 _DIRECTORY = "directory"
 # A registered network has the lines `@register_model` and `def resnet50(`. A deprecated name stands
 # in a dict, as in `    'old_name': 'new_name'`.
-_REGISTERED = re.compile(r"^@register_model\s+def (\w+)\(|^    ['\"](\w+)['\"]: ['\"]", re.M)
+_REGISTERED = re.compile(r"^@register_model\s+def (\w+)\(|^    ['\"](\w+)['\"] *: *['\"]", re.M)
 
 
 def check(options: Mapping[str, object]) -> None:

@@ -5,21 +5,25 @@ Where there are two networks, two folders of images or steps of two calls, none 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from support.command_line import MODEL, Capture, run_json
 from support.hand_written_networks import PostAct
 from support.lived_in_networks import distance, living
+from timm.models import _registry
 from torch import nn
 
 import normswap
 from normswap import plan, provenance
+from normswap.cli import early_checks
 from normswap.cli.app import load, main
 from normswap.cli.commands import export_command, spp_command
 from normswap.cli.options import Compared, ImageOpening
@@ -315,6 +319,16 @@ def test_the_recipe_of_a_run_names_the_network_that_was_typed(
     assert (recipe.data.root, recipe.optim.lr) == ("demo", 0.125)
     Path("again.yaml").write_text(recipe_files.dump(recipe))
     assert recipe_files.load_recipe(Path("again.yaml")) == recipe
+
+
+def test_the_names_that_are_read_without_timm_are_those_of_timm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its networks, and the older names that it still opens."""
+    names = {*timm.list_models(), *_registry._deprecated_models}
+    monkeypatch.delitem(sys.modules, "timm")
+
+    assert early_checks._timm_names() >= names
 
 
 def test_noise_has_as_many_samples_as_are_asked_for_whatever_a_batch_holds() -> None:

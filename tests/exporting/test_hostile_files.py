@@ -13,6 +13,7 @@ import stat
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 import normswap
 from normswap.cli.app import main
 from normswap.errors import SourceError
-from normswap.exporting import coreml_file, onnx_file, pt2_file
+from normswap.exporting import coreml_file, onnx_file, pt2_file, pt2_program
 from normswap.exporting.pt2_expressions import NotAllowedError, checked_size, require_guard
 from normswap.exporting.pt2_program import require_operator
 from normswap.storage import checkpoint
@@ -870,3 +871,21 @@ def test_a_long_value_is_quoted_in_one_short_line(tmp_path: Path, capfd: Capture
 
     assert "\x1b" not in message
     assert noise not in message
+
+
+@pytest.mark.parametrize(
+    ("sides", "is_allowed"),
+    [([], True), ([0, 3], True), ([2**16, 2**16], True), ([-1, 3], False), ([2**32, 2], False)],
+)
+def test_a_weight_has_sides_that_a_tensor_can_have(sides: list[int], is_allowed: bool) -> None:
+    meta = {
+        "dtype": 7,
+        "sizes": [{"as_int": side} for side in sides],
+        "requires_grad": False,
+        "device": {"type": "cpu", "index": None},
+        "strides": [{"as_int": 1} for _ in sides],
+        "storage_offset": {"as_int": 0},
+        "layout": 7,
+    }
+    with nullcontext() if is_allowed else pytest.raises(NotAllowedError, match="a weight"):
+        assert pt2_program._plain_tensor(meta) == meta

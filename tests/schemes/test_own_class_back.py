@@ -100,6 +100,16 @@ def test_batchnorm_in_the_callers_class_is_in_the_mode_of_the_network(
     assert any("measured on 7 images" in note for note in done.notes)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_what_comes_back_is_in_the_mode_of_the_network(source: nn.Module, training: bool) -> None:
+    folded = normswap.convert(source, "folded", inputs=IMAGES).model.train(training)
+    skeleton = Mine().train(not training)
+
+    back = normswap.convert(folded, "unfold", inputs=IMAGES, like=skeleton).model
+
+    assert {module.training for module in back.modules()} == {training}
+
+
 def test_without_the_class_the_error_says_how_to_give_it(source: nn.Module) -> None:
     folded = normswap.convert(source, "folded", inputs=IMAGES).model
     with pytest.raises(RefusedError, match="like=MODEL"):
