@@ -59,13 +59,15 @@ COMMAND = '''"""`normswap hello`: an example."""
 
 from __future__ import annotations
 
+from normswap.cli.terminal import say
+
 KEYS = "nothing"
 EXAMPLES = ("hello", "hello")
 
 
 def run() -> int:
     """Say hello."""
-    print("hello")
+    say("hello")
     return 0
 '''
 FORMAT = '''"""Example: what pt2 files hold, under another name."""
@@ -135,6 +137,10 @@ ADDITIONS = (
                     " |\n|---|---|---|---|\n| `--even` | `affine` | `0` | an example |\n"
                 ),
             ),
+            "tests/house/test_interfaces.py": (
+                'leave to choose.\n    "options of convert": ',
+                'leave to choose.\n    "options of convert": 1 + ',
+            ),
         },
         "done = normswap.convert(net(), 'affine', input_size=(3, 32, 32), even=2)\n"
         "assert done.plan.steps[-1].options == {'even': 2}",
@@ -148,6 +154,15 @@ ADDITIONS = (
             "normswap/cli/commands/__init__.py": (
                 "SUMMARIES = {\n",
                 'SUMMARIES = {\n    "hello": "Say hello.",\n',
+            ),
+            "tests/house/test_interfaces.py": (
+                ',\n    "commands": 1',
+                ',\n    "commands": 1 + 1',
+            ),
+            "tests/cli/test_options_of_commands.py": ("WITHOUT = {", 'WITHOUT = {"hello", '),
+            "tests/cli/test_order_and_count.py": (
+                "ELSEWHERE = {\n",
+                'ELSEWHERE = {\n    "hello": "it is an example",\n',
             ),
         },
         "from normswap.cli.app import main\nassert main(['hello']) == 0",
