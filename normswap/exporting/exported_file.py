@@ -245,8 +245,26 @@ def verify(exported: ExportedFile, model: nn.Module, images: Batches | None = No
         OptionError: The network does not run on the images, or the file not on this system.
         VerificationError: The file does not run on the images.
     """
+    return verify_request(exported, exported.request(model), images)
+
+
+def verify_request(
+    exported: ExportedFile, request: ExportRequest, images: Batches | None = None
+) -> Figures:
+    """Compare a file with the network of a request, as `verify` does.
+
+    Args:
+        exported: The file.
+        request: The request with which `export` would write the network as this file
+            (`ExportedFile.request`).
+        images: Batches to compare on. Smooth noise if there are none.
+
+    Raises:
+        OptionError: The network does not run on the images, or the file not on this system.
+        VerificationError: The file does not run on the images.
+    """
     runs = exported.opened()
-    request, _ = exported.request(model).answered()
+    request, _ = request.answered()
     dtype = request.settings.dtype
 
     # In half precision, the file may be off by what rounding costs the folded network.

@@ -102,6 +102,10 @@ class Example:
     def _values(self) -> list[object]:
         return [*self.args, *self.kwargs.values()]
 
+    def _lists(self) -> list[list[object]]:
+        """Return the arguments that are lists, such as a detector's list of images."""
+        return [value for value in self._values() if isinstance(value, list)]
+
     def _cut(self, cut: Callable[[Any], object]) -> Example | None:
         """Return the input of a network with only some of the samples in its batch.
 
@@ -193,7 +197,7 @@ class Example:
 
         A detector takes a list of images, because each image may have another size.
         """
-        return any(isinstance(value, list) for value in self._values())
+        return bool(self._lists())
 
     @property
     def only_images(self) -> bool:
@@ -204,7 +208,7 @@ class Example:
         need be changed.
         """
         count = len(self.tensors())
-        lists = [value for value in self._values() if isinstance(value, list)]
+        lists = self._lists()
         if lists:
             are_tensors = all(isinstance(entry, Tensor) for entry in lists[0])
             return len(lists) == 1 and are_tensors and count == len(lists[0])
@@ -251,8 +255,7 @@ class Example:
             TraceError: The input holds more than images, such as a second tensor.
         """
         if not self.only_images:
-            lists = [value for value in self._values() if isinstance(value, list)]
-            entries = [entry for entry_list in lists for entry in entry_list]
+            entries = itertools.chain.from_iterable(self._lists())
             has_records = not all(isinstance(entry, Tensor) for entry in entries)
             what = "a list of records" if has_records else f"{len(self.tensors())} tensors"
             remedy = "Say what each is: '--input NAME=SHAPE' (in Python `inputs=`)"

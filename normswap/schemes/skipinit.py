@@ -531,7 +531,6 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
 
     # The points are samples (40, C, 1, 1), so that activations per channel run on them.
     x = (mean + deviation * points[:, None])[:, :, None, None]
-    shape = x.shape
     with torch.no_grad():
         for act in acts:
             # A pooling does not take a single position, and a user's layer may raise anything.
@@ -539,8 +538,8 @@ def _through(acts: list[nn.Module], mean: Tensor, deviation: Tensor) -> tuple[Te
                 x = copy.deepcopy(act).eval().to(x)(x.clone())
             except Exception as error:
                 raise NotFoldable(_UNKNOWN_MOMENTS) from error
-            is_map = isinstance(x, Tensor) and x.ndim == 4 and x.shape[:2] == shape[:2]
-            if not is_map or not x.numel():
+            is_map = isinstance(x, Tensor) and x.ndim == 4 and x.numel() > 0
+            if not is_map or x.shape[:2] != (len(points), len(mean)):
                 raise NotFoldable(_UNKNOWN_MOMENTS)
 
     x = x[:, :, 0, 0]

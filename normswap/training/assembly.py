@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -123,6 +123,15 @@ class Subject:
         return source
 
 
+def drawing_weights(recipe: Recipe) -> AbstractContextManager[None]:
+    """Return a context in which a network is opened for a run.
+
+    Random weights, and those of a new head, depend on the recipe's seed alone there, so that a run
+    that is continued begins with the same weights.
+    """
+    return drawn_by(recipe.train.seed, "weights")
+
+
 def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
     """Return the network of a run before the recipe's conversion.
 
@@ -139,9 +148,8 @@ def begin(model: nn.Module | None, recipe: Recipe) -> Subject:
             raise OptionError(
                 "nothing to train", "neither a MODEL is given nor does the recipe name one"
             )
-        # Random weights depend on the recipe's seed alone, so that a run that is continued begins
-        # with the same weights. A factory that only a recipe names is not imported (`named`).
-        with drawn_by(recipe.train.seed, "weights"):
+        # A factory that only a recipe names is not imported (`named`).
+        with drawing_weights(recipe):
             model = checkpoint.open_model(
                 settings.name, weights=settings.weights, arch_args=settings.args, named=False
             )

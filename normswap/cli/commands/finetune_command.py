@@ -100,7 +100,6 @@ def run(
 
     from normswap.training import assembly
     from normswap.training.engine import finetune
-    from normswap.training.training_images import drawn_by
 
     # Only the first of several processes prints.
     assembly.read_slurm()
@@ -109,11 +108,9 @@ def run(
     folder = output or Path(f"{last_part(name)}-{Path(recipe).stem}")
     to_continue = _words_to_continue(model, opening, folder)
     try:
-        # Random weights, and a new head, depend on the seed as those of a network that the recipe
-        # names. So a run can be continued.
         source = None
         if model:
-            with drawn_by(plan.train.seed, "weights"):
+            with assembly.drawing_weights(plan):
                 source = opening.open(model)
         with training_bar(quiet=not is_first) as (progress, say):
             result = finetune(source, plan, folder, **vars(training), progress=progress, say=say)

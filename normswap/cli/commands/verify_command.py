@@ -266,10 +266,10 @@ def _of_file(
     source = opening.open(against, device=images.device)
     # `request` raises an error if the file cannot have been made from such a network. The record of
     # its source states the file's inputs, and so says how images are read.
-    stated_source = file.request(source).source
-    loader = None if images.data is None else images.loader(stated_source, labelled=None)
+    request = file.request(source)
+    loader = None if images.data is None else images.loader(request.source, labelled=None)
     with working("comparing"):
-        figures = exported_file.verify(file, source, loader)
+        figures = exported_file.verify_request(file, request, loader)
     return {
         "directory": file.file,
         "against": against,
