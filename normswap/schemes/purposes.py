@@ -204,8 +204,14 @@ def _copy_before(builder: PlanBuilder, node: fx.Node) -> None:
     edit = builder.replacements.get(path)
     if edit is None:
         builder.replacements[path] = Edit(path, "Copy", keep=True)
-    else:
+    elif not _ends_in_copy(edit):
         builder.replacements[path] = replace(edit, then=(*edit.then, Then("Copy")))
+
+
+def _ends_in_copy(edit: Edit) -> bool:
+    """Whether a copy is planned already, because another step writes into the same output."""
+    last = edit.then[-1].layer if edit.then else edit.layer
+    return last == "Copy"
 
 
 def _learning_owners(traced: Traced, node: fx.Node) -> list[str]:

@@ -13,16 +13,21 @@ import torch.nn.functional as F
 from support.hand_written_networks import Net, PreAct
 from support.lived_in_networks import batchnorms, distance, lived_in, run
 from support.sampled_tables import crossed, named, quick
+from support.tiny_modules import C, bn, conv
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 import normswap
 from normswap import provenance, shipped
 from normswap.errors import RefusedError
+from normswap.graph import inspection
 from normswap.images import datasets
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
+from normswap.plan import Edit, Step
+from normswap.schemes.purposes import plan_opacus
 from normswap.storage.checkpoint import open_model
+from normswap.surgery import applying
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"
@@ -262,6 +267,104 @@ def test_sums_in_place_of_other_peoples_networks(opacus: Any) -> None:
         done.model, "skipinit", alpha=0.5, purpose="opacus", input_size=(3, 33, 33)
     ).model
     assert sum(isinstance(module, Copy) for module in again.modules()) == 3
+
+
+class SignsAndSums(nn.Module):
+    """Steps in place of every kind: of modules, of a module's part, of functions, one after one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = conv()
+        self.relu = nn.ReLU(inplace=True)
+        sign = torch.tensor([1.0, -1.0, 0.0, 1.0])
+        self.signs = ChannelBias(torch.rand(C), sign, nn.SiLU(inplace=True))
+        self.conv2 = conv()
+        self.drop = nn.Dropout(0.1, inplace=True)
+        self.head = nn.Linear(C, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv2(self.signs(self.relu(self.conv1(x))))
+        # Both functions write into what `conv2` returned.
+        y += x
+        y = F.relu(y, inplace=True)
+        return self.head(self.drop(y).mean((2, 3)))
+
+
+def test_the_plan_for_opacus_says_what_no_longer_writes_in_place() -> None:
+    anatomy = inspection.inspect(SignsAndSums().eval(), torch.randn(2, C, 8, 8))
+
+    builder = plan_opacus(anatomy)
+
+    edits = [
+        Edit("signs", "ChannelAffine", out_of_place=True),
+        Edit("relu", "OutOfPlace"),
+        Edit("drop", "OutOfPlace"),
+        # One copy is enough for both functions.
+        Edit("conv2", "Copy", keep=True),
+    ]
+    assert {edit.path: edit for edit in builder.edits()} == {edit.path: edit for edit in edits}
+    assert builder.refusals == {}
+    assert builder.notes == []
+
+
+def test_the_network_for_opacus_writes_into_no_learning_layers_output() -> None:
+    model = SignsAndSums().eval()
+    x = torch.randn(2, C, 8, 8)
+    planned = Step("opacus", {}, plan_opacus(inspection.inspect(model, x)).edits())
+
+    result = applying.apply_step(model, planned)
+
+    assert distance(run(model, x), run(result, x)) < 1e-6
+    returned: dict[str, tuple[Tensor, int]] = {}
+
+    def look(path: str, output: Tensor) -> None:
+        returned[path] = (output, output._version)
+
+    for path in ("conv1", "signs", "conv2.inner", "head"):
+        layer = result.get_submodule(path)
+        layer.register_forward_hook(lambda m, args, output, path=path: look(path, output))
+    run(result, x)
+    assert set(returned) == {"conv1", "signs", "conv2.inner", "head"}
+    assert [path for path, (y, version) in returned.items() if y._version != version] == []
+
+
+class Tempered(nn.Module):
+    """A layer of the user's that learns and holds a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+        self.register_buffer("temperature", torch.full((1,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor / self.temperature
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_layer_that_learns_and_holds_a_buffer_is_refused_by_path(learns: bool) -> None:
+    model = nn.Sequential(conv(), Tempered(), conv()).eval()
+    model[1].requires_grad_(learns)
+
+    refusals = plan_opacus(inspection.inspect(model, torch.randn(2, C, 8, 8))).refusals
+
+    assert set(refusals) == ({"1"} if learns else set())
+    assert not learns or "temperature" in refusals["1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_parametrized_layer_gets_the_bias_by_which_opacus_finds_it(dtype: torch.dtype) -> None:
+    layers = [conv(), bn(), nn.ReLU(), nn.Conv2d(C, 5, 1, bias=False), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.ConvTranspose2d(5, 7, 1, bias=False)).to(dtype).eval()
+    x = torch.randn(2, C, 8, 8, dtype=dtype)
+
+    result: Any = normswap.convert(model, "weightnorm", purpose="opacus", inputs=x).model
+
+    for path, channels in (("3", 5), ("5", 7)):
+        bias = result.get_submodule(path).bias
+        assert isinstance(bias, nn.Parameter)
+        assert bias.dtype is dtype
+        assert bias.tolist() == [0.0] * channels
+    assert distance(run(model, x), run(result, x)) < 1e-5
 
 
 def test_without_copies_opacus_fails(opacus: Any) -> None:
