@@ -243,10 +243,10 @@ class NormInputs:
         The loss is the error that the norm makes by taking statistics from each sample. The mean
         variance of the channels in a group is the same with these scales as without.
         """
-        # The signs make the variance of each group's mean small: with A = x' x, t' A t is the mean
-        # square over the images of the sum of a group's signed means.
+        # The signs make the variance of each group's mean small: with A = x' x, t' A t adds up over
+        # the images the square of the sum of a group's signed means.
         scale = self._with_mean_variance(self._best_if_independent())
-        x = self.means * scale[:, None] / self.means.shape[1] ** 0.5
+        x = self.means * scale[:, None]
         signs = np.stack([least_sum(group.T @ group) for group in x.double().numpy()])
         return self.descended(scale * torch.from_numpy(signs).float()).flatten().double()
 

@@ -73,6 +73,23 @@ def test_numpys_least_squares_per_channel(kind: str) -> None:
     assert distance(run(net, batches[0]), run(result, batches[0])) < 0.5
 
 
+def test_norms_are_counted_one_by_one() -> None:
+    """The norms that are estimated are the only layers that are counted."""
+    norms = [nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1), nn.InstanceNorm2d(4)]
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), *norms, nn.Conv2d(4, 2, 1)).double().eval()
+    told: list[tuple[int, int]] = []
+
+    normswap.convert(
+        network,
+        "batchnorm",
+        calibrate=images(),
+        input_size=SIZE,
+        progress=lambda *at: told.append(at),
+    )
+
+    assert told == [(1, 2), (2, 2)]
+
+
 @crossed(
     "arch, to",
     ["resnet26", "resnetv2_50"],

@@ -143,6 +143,18 @@ def test_the_rescaling_costs_less_than_its_parts_and_than_its_neighbours(eps: fl
         assert loss(scale * flips) > 0.9 * best
 
 
+@pytest.mark.parametrize("eps", [EPS, 1.0, 100.0])
+def test_the_descent_lowers_every_groups_loss_and_turns_no_sign(eps: float) -> None:
+    place = site(maps(), torch.logspace(2, -2, CHANNELS, dtype=torch.float64), eps)
+    signs = torch.tensor([1.0, -1.0, 1.0]).repeat(GROUPS, CHANNELS // GROUPS // 3)
+    start = place._with_mean_variance(signs * torch.linspace(0.3, 2.0, CHANNELS).view(GROUPS, -1))
+
+    found = place.descended(start)
+
+    assert bool((place.loss(found) < 0.9 * place.loss(start)).all())
+    assert torch.equal(found.sign(), signs)
+
+
 def test_where_the_channels_lie_and_the_unit_of_costs_do_not_count() -> None:
     """Moments about another point, and effects beyond what float32 holds."""
     x = maps()

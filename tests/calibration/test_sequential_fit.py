@@ -295,6 +295,37 @@ def test_a_layer_without_a_bias_is_fitted_without_one(monkeypatch: pytest.Monkey
     assert np.allclose(ours.conv.weight.detach()[:, :, 0, 0].numpy(), wanted, atol=1e-6)
 
 
+def test_filters_that_sum_to_zero_are_numpys_constrained_least_squares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a ridge, the factors by which the inputs were scaled change nothing."""
+    monkeypatch.setattr(least_squares, "RIDGES", (1e-12,))
+    theirs: Any = source(skip=False, relu=False)
+    ours: Any = copy.deepcopy(theirs)
+    with torch.no_grad():
+        ours.before.bias.add_(0.7)
+        x = rows(ours.before(pixels()))
+        y = rows(theirs.conv(theirs.before(pixels())))
+    factors = torch.tensor([1.0, 2.0, 0.5, 4.0])
+
+    sequential_fit.refit(
+        theirs,
+        ours,
+        list(pixels().split(8)),
+        only=lambda path: path == "conv",
+        zero_sum=lambda path, module: factors,
+    )
+
+    # The Lagrange conditions of least squares where the weights of a filter sum to zero.
+    around = x - x.mean(0)
+    ones = np.ones((CHANNELS, 1))
+    system = np.block([[around.T @ around, ones], [ones.T, np.zeros((1, 1))]])
+    right = np.vstack([around.T @ (y - y.mean(0)), np.zeros((1, CHANNELS))])
+    weight = np.linalg.solve(system, right)[:CHANNELS].T
+    assert np.allclose(ours.conv.weight.detach()[:, :, 0, 0].numpy(), weight, atol=1e-6)
+    assert np.allclose(ours.conv.bias.detach().numpy(), y.mean(0) - weight @ x.mean(0), atol=1e-6)
+
+
 def test_a_detector_is_fitted_up_to_its_choice_of_boxes() -> None:
     """On pictures of different sizes; behind the choice the rows of the two networks are not of the
     same boxes.

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_modules import C, conv, net
-from torch import Tensor
+from support.tiny_modules import C, Net, conv, net
+from torch import Tensor, nn
 
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph import inspection
+from normswap.graph.channel_axes import Axis
 from normswap.graph.tracing import inputs
 
 # The number of channels; maps are 8 by 8, in two samples.
@@ -106,6 +107,35 @@ def test_channels_are_where_a_change_of_them_shows(name: str) -> None:
         assert axis.size == WIDE
         assert (axis.dim, axis.pure) == moved(step)
         assert axis.last is (axis.dim == len(last.meta["shape"]) - 1)
+
+
+# The shape of a parameter that maps (2, 6, 7, 7) are added to or multiplied by, and whether each of
+# its numbers belongs to one channel.
+PARAMETERS: dict[str, tuple[tuple[int, ...], bool]] = {
+    "a number per channel": ((WIDE, 1, 1), True),
+    "a number per channel and place": ((WIDE, 7, 7), True),
+    "the same with a dimension for samples": ((1, WIDE, 7, 7), True),
+    "a number per place": ((7, 7), False),
+    "a number per column": ((7,), False),
+}
+
+
+@pytest.mark.parametrize("operation", [torch.add, torch.mul])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_channels_stay_apart_beside_a_parameter_that_has_them_too(
+    name: str, operation: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """The maps are odd, so that no stride divides the number of channels by accident."""
+    shape, known = PARAMETERS[name]
+    numbers = nn.Parameter(torch.rand(shape))
+    model = Net(lambda m, x: operation(m.conv(x), m.numbers), conv=conv(out=WIDE))
+    model.numbers = numbers
+    anatomy = inspection.inspect(model, torch.randn(2, C, 7, 7))
+    (last,) = inputs(anatomy.traced.nodes[-1])
+
+    axis = PlanBuilder(anatomy).axes.get(last)
+
+    assert axis == (Axis(WIDE, dim=1, last=False, pure=True) if known else None)
 
 
 # How wide the padding is, of the side that is padded: nothing at 8.

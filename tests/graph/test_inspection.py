@@ -293,6 +293,30 @@ def test_the_rate_of_a_head_is_the_heads() -> None:
     assert inspect(model.eval()).dropout == "3.0.drop_rate"
 
 
+class RateOfTimm(Head):
+    """A network as timm writes it: at a rate of 0, forward leaves out the dropout."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.drop_rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = x.mean((2, 3))
+        if self.drop_rate:
+            pooled = F.dropout(pooled, self.drop_rate, self.training)
+        return self.fc(pooled)
+
+
+@pytest.mark.parametrize("rate", [0, 0.0, 0.3])
+def test_a_rate_of_zero_is_the_place_of_the_dropout_too(rate: float) -> None:
+    model = RateOfTimm(rate).eval()
+
+    seen = inspect(model, torch.randn(2, 4, 8, 8))
+
+    assert seen.dropout == "drop_rate"
+    assert model.drop_rate == rate
+
+
 @pytest.mark.parametrize(
     ("name", "options", "features"),
     [

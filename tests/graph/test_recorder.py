@@ -23,6 +23,7 @@ from normswap.errors import TraceError
 from normswap.graph import inspection, recording
 from normswap.graph.recorder import Widening
 from normswap.graph.spelling import after
+from normswap.graph.tracing import inputs
 from normswap.sites import affine, known_norms
 from normswap.surgery import applying
 
@@ -199,6 +200,22 @@ def test_what_passes_a_tensor_on_did_not_make_it(passing: nn.Module) -> None:
     reads = {str(node.target): list(map(str, node.all_input_nodes)) for node in graph.nodes}
     assert reads["bn"] == ["conv"]
     assert reads["passing"] == ["conv"]
+
+
+def test_a_tensor_that_is_overwritten_is_one_value_under_all_its_names() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        same = y.mul_(2)
+        same.add_(1)
+        return y
+
+    traced = inspection.inspect(net(body, conv=conv)()).traced
+
+    # No node is added for a value that `same` has and `y` lacks.
+    _, convolved, product, total, output = traced.nodes
+    assert inputs(product) == [convolved]
+    assert inputs(total) == [product]
+    assert inputs(output) == [total]
 
 
 def test_what_a_record_does_not_show_is_said() -> None:

@@ -53,6 +53,31 @@ def test_the_last_linear_layer_is_the_classifier_unless_a_norm_follows(name: str
     assert inspect(model, IMAGES).classifier == ("6" if is_classifier else None)
 
 
+# What stands between a dropout and the classifier, and whether it is the classifier's dropout.
+BETWEEN: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "nothing": (nn.Identity, True),
+    "an activation": (nn.ReLU, True),
+    "a linear layer": (lambda: nn.Linear(C, C), False),
+    "LayerNorm": (lambda: nn.LayerNorm(C), False),
+    "BatchNorm": (lambda: nn.BatchNorm1d(C), False),
+    "an activation, then BatchNorm": (
+        lambda: nn.Sequential(nn.ReLU(), nn.BatchNorm1d(C)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_the_dropout_of_the_classifier_has_no_norm_and_no_linear_layer_behind_it(
+    name: str,
+) -> None:
+    make, is_the_classifiers = BETWEEN[name]
+    pooled = [nn.Conv2d(C, C, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(*pooled, nn.Dropout(0.3), make(), nn.Linear(C, 6)).eval()
+
+    assert inspect(model, IMAGES).dropout == ("3" if is_the_classifiers else None)
+
+
 # Scope.
 
 
@@ -197,6 +222,29 @@ def test_each_other_plain_argument_is_followed_once() -> None:
     done = normswap.convert(model, "affine", inputs=[(IMAGES, mode) for mode in modes])
     for mode in modes:
         assert distance(run(model, IMAGES, mode), run(done.model, IMAGES, mode)) < 1e-5
+
+
+class ScriptedPart(nn.Module):
+    """A plain argument decides whether a part is called whose operations cannot be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv()
+        self.part = torch.jit.script(nn.Sequential(conv(), bn()))
+
+    def forward(self, x: Tensor, whole: bool = False) -> Tensor:
+        x = self.conv(x)
+        return self.part(x) if whole else x
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("order", [(False, True), (True, False), (True,)])
+def test_a_scripted_part_is_refused_whichever_path_calls_it(order: tuple[bool, ...]) -> None:
+    model = ScriptedPart().eval()
+
+    seen = inspect(model, [(IMAGES, whole) for whole in order])
+
+    assert [path for path, _ in seen.refusals] == ["part"]
 
 
 class CalledTwice(nn.Module):

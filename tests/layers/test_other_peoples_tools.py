@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -11,9 +13,12 @@ from timm.layers import BatchNormAct2d, unfreeze_batch_norm_2d
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
+from torch.nn.utils import parametrizations
 
 import normswap
 from normswap.errors import RefusedError
+from normswap.layers import reparametrized
+from normswap.layers.channelwise import ChannelAffine
 
 SIZE = (3, 48, 48)
 IMAGES = torch.randn(2, *SIZE, generator=torch.Generator().manual_seed(0))
@@ -143,3 +148,39 @@ def test_a_forward_may_read_widths_of_layers_that_are_gone(scheme: str) -> None:
 
     assert result.report.verdict in ("PROVED", "MEASURED")
     assert result.model.bn1.num_features == source.bn1.num_features
+
+
+PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_a_baked_layer_is_one_that_torch_has_just_made(name: str) -> None:
+    """It has the class, the settings and the hooks of a layer that never was parametrized."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"stride": 2, "padding": 1, "groups": 2, "bias": False}
+    layer: Any = PARAMETRIZED[name](nn.Conv2d(4, 6, (3, 5), **settings))
+
+    baked: Any = reparametrized.plain(layer)
+
+    fresh = nn.Conv2d(4, 6, (3, 5), **settings).eval()
+    assert type(baked) is nn.Conv2d
+    told = {key: value for key, value in vars(baked).items() if key != "_parameters"}
+    assert told == {key: value for key, value in vars(fresh).items() if key != "_parameters"}
+    assert baked.bias is None
+    assert torch.allclose(baked.weight, layer.eval().weight.double(), atol=1e-7)
+
+
+@pytest.mark.parametrize("scheme", ["groupnorm", "layernorm", "dyt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_no_convolution_feeds_keeps_its_dtype(scheme: str, dtype: torch.dtype) -> None:
+    """The rescaling of its input stands in a layer of its own, whose numbers are new."""
+    layers = [nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3)]
+    network = lived_in(nn.Sequential(*layers), torch.randn(4, 4, 9, 9)).to(dtype)
+
+    result = normswap.convert(network, scheme, inputs=torch.randn(2, 4, 9, 9).to(dtype)).model
+
+    assert isinstance(result.get_submodule("0.inner"), ChannelAffine)
+    assert {tensor.dtype for tensor in result.state_dict().values()} == {dtype}

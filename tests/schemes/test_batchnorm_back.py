@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from onnx import numpy_helper
 from support.lived_in_networks import batchnorms, calm, distance, lived_in, run
 from support.narrow_networks import NORM_FREE, norm_free, skeleton, source as lived
-from support.tiny_modules import ONE, C, bn, net
-from timm.layers import ScaledStdConv2d
+from support.tiny_modules import ONE, C, bn, conv, net
+from timm.layers import BatchNormAct2d, ScaledStdConv2d
 from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
 
@@ -256,3 +256,18 @@ def test_the_size_that_is_given_is_the_size_that_is_looked_at(
     record = normswap.Network(folded).provenance.pretrained_cfg
     record.pop("input_size")
     assert normswap.convert(folded, "unfold", input_size=SIZE).report.passed
+
+
+def test_a_norm_that_left_its_activation_before_a_scalar_comes_back_to_it() -> None:
+    """The activation stands in a chain by then, with the scalar of the branch behind it."""
+    x = torch.randn(3, C, 9, 9, dtype=torch.float64)
+    parts = {"conv": conv, "bn": lambda: BatchNormAct2d(C, act_layer=nn.LeakyReLU)}
+    model = lived_in(net(lambda m, x: x + m.bn(m.conv(x)), **parts)(), x)
+    scaled = normswap.convert(model, "skipinit", inputs=x)
+
+    back: Any = normswap.convert(scaled, "batchnorm", inputs=x).model
+
+    assert batchnorms(back) == ["bn.inner"]
+    assert isinstance(back.bn.inner.act, nn.LeakyReLU)
+    assert not any(isinstance(module, Scale) for module in back.modules())
+    assert distance(run(model, x), run(back, x)) <= LIMIT

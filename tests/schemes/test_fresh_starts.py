@@ -9,7 +9,8 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from support.lived_in_networks import distance, run
+from support.lived_in_networks import distance, lived_in, run
+from support.tiny_modules import C, Net, bn, conv as tiny_conv
 from timm.layers import ScaledStdConv2d
 from timm.models import nfnet
 from torch import Tensor, nn
@@ -251,3 +252,75 @@ def test_fixups_components_alone() -> None:
         assert torch.allclose(block.conv1.weight, factor * before.conv1.weight, rtol=1e-12)
         assert torch.equal(block.conv2.weight, before.conv2.weight * (0 if zeros else 1))
         assert bool(result.fc.weight.any()) is not zeros
+
+
+def test_fixups_scalar_biases_are_added_where_the_paper_has_them() -> None:
+    """One before each convolution and activation, by hand; and they fold with the rest."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.relu(m.bn1(m.conv1(x)))
+        return (x + m.bn2(m.conv2(y))).relu()
+
+    x = torch.randn(2, C, 8, 8, dtype=torch.float64)
+    parts = {
+        "conv1": tiny_conv(1),
+        "bn1": bn(),
+        "relu": nn.ReLU(),
+        "conv2": tiny_conv(1),
+        "bn2": bn(),
+    }
+    model = lived_in(Net(body, **parts), x)
+    fixup: Any = normswap.convert(model, "fixup", inputs=x).model
+    with torch.no_grad():
+        for number, parameter in enumerate(fixup.parameters(), 1):
+            if parameter.numel() == 1:
+                parameter.fill_(number / 7)
+
+    with torch.no_grad():
+        y = F.conv2d(x + fixup.conv1.in_bias, fixup.conv1.weight, fixup.conv1.bias)
+        y = F.relu(y + fixup.bn1.bias)
+        y = F.conv2d(y + fixup.conv2.in_bias, fixup.conv2.weight, fixup.conv2.bias)
+        y = F.relu(x + fixup.bn2.alpha * y + fixup.bn2.bias)
+
+    assert distance(y, run(fixup, x)) <= 1e-12
+    assert distance(y, run(normswap.convert(fixup, "folded", inputs=x).model, x)) <= 1e-12
+
+
+@pytest.mark.parametrize("zeros", ["some", "all"])
+def test_only_a_branch_whose_last_weights_are_all_zero_cannot_be_reset(zeros: str) -> None:
+    """A pruned network has some weights of zero."""
+    network = wide_resnet(depth=10)
+    weight = network.stages[1][0].conv2.weight
+    with torch.no_grad():
+        weight.view(-1)[0 if zeros == "all" else 1 :] = 0
+
+    if zeros == "all":
+        with pytest.raises(RefusedError, match=r"stages\.1\.0\.conv2 is all 0"):
+            swapped(network, "residual-scale", init="reset")
+    else:
+        result = swapped(network, "residual-scale", init="reset")
+        assert torch.equal(result.stages[1][0].conv2.weight, weight)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_scalar_that_does_not_fold_stays_before_the_factor_unless_it_has_a_bias(
+    bias: bool,
+) -> None:
+    """No scale passes the sigmoid that ends the branch."""
+    scalar = Scale(0.3, bias=bias).double()
+    block = Net(lambda m, x: x + m.scalar(m.conv(x).sigmoid()), conv=tiny_conv(), scalar=scalar)
+    network: Any = nn.Sequential(tiny_conv(), block).double().eval()
+    x = torch.randn(2, C, 8, 8, dtype=torch.float64)
+
+    def reset() -> nn.Module:
+        options = {"rule": "szegedy", "factor": 0.2, "init": "reset"}
+        return normswap.convert(network, "residual-scale", inputs=x, **options).model
+
+    if bias:
+        with pytest.raises(RefusedError, match="1: it has a scalar"):
+            reset()
+    else:
+        with torch.no_grad():
+            skip = network[0](x)
+            expected = skip + 0.2 * 0.3 * block.conv(skip).sigmoid()
+        assert distance(expected, run(reset(), x)) <= 1e-7
