@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,15 +80,14 @@ class Signature:
         if not outputs:
             raise OptionError("the network gives no tensor", f"it gives a {type(output).__name__}")
 
-        # An output that has the name of an input gets another name.
-        if twice := set(taken) & set(outputs):
-            outputs = {
-                f"output_{name}" if name in twice else name: value
-                for name, value in outputs.items()
-            }
+        # An output that has the name of an input gets another name, which no other output has.
+        names = list(outputs)
+        for i, name in enumerate(names):
+            if name in taken:
+                names[i] = _new_among(names, f"output_{name}")
 
         # `hollow` is the call with empty tensors, as only the places of its tensors are needed.
-        return cls(example.hollow, tuple(taken), tuple(outputs), whole=True)
+        return cls(example.hollow, tuple(taken), tuple(names), whole=True)
 
     def example(self, tensors: Sequence[Tensor]) -> Example:
         """Return the call of the network that has some tensors as its arguments.
@@ -171,10 +171,14 @@ def _named(value: object, alone: str) -> dict[str, Tensor]:
         key = name.replace(".", "_")
         if not key or key[0].isdigit():
             key = "_".join(filter(None, (alone, key)))
-        if key in named:
-            key = f"{key}_{len(named)}"
-        named[key] = tensor
+        named[_new_among(named, key)] = tensor
     return named
+
+
+def _new_among(named: Collection[str], key: str) -> str:
+    """Return the key, with a number behind it if these names have it already."""
+    numbered = (f"{key}_{number}" for number in itertools.count(len(named)))
+    return next(name for name in itertools.chain([key], numbered) if name not in named)
 
 
 def together(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

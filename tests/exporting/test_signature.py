@@ -28,7 +28,8 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import NormswapError, VerificationError
 from normswap.exporting import checks, exporter, formats
-from normswap.models.calling import named_tensors
+from normswap.exporting.signature import Signature
+from normswap.models.calling import Example, named_tensors
 
 X = batches(1)[0]
 ENDINGS = {"onnx": "onnx", "openvino": "xml", "pt2": "pt2"}
@@ -66,6 +67,25 @@ def one(inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return {name: value[:1] for name, value in inputs.items()}
     return tuple(one(part) if isinstance(part, dict) else part[:1] for part in inputs)
+
+
+class Clashing(nn.Module):
+    """Gives outputs whose names become equal to each other's, and to the input's, in a file."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"a_b_2": x, "a": {"b": 2 * x}, "a_b": 3 * x, "x": 4 * x, "output_x": 5 * x}
+
+
+def test_every_output_has_a_name_of_its_own() -> None:
+    """Of `a_b_2`, `a.b` and `a_b`, the last was to become a second `a_b_2`, and was lost."""
+    model = Clashing()
+    images = torch.ones(1, 3)
+
+    names = Signature.of(model, Example((images,))).outputs
+
+    assert len(set(names)) == 5
+    assert names[:2] == ("a_b_2", "a_b")
+    assert "x" not in names
 
 
 @crossed("form, name", ENDINGS, NETWORKS)
