@@ -797,6 +797,15 @@ def test_operators_on_tensors_and_sizes_are_known(target: str) -> None:
     require_operator(target)
 
 
+@pytest.mark.parametrize("target", [5, None, ["torch.ops.aten.relu.default"], {}])
+def test_an_operator_without_a_name_is_refused(target: object) -> None:
+    program = json.loads(entries_of(exported())[PROGRAM])
+    graph_of(program)["nodes"][0]["target"] = target
+
+    with pytest.raises(NotAllowedError):
+        pt2_program.checked_program(program)
+
+
 # Files of other formats read nothing outside of their folder.
 
 

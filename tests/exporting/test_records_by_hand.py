@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import provenance
 from normswap.errors import OutputError
-from normswap.exporting import checks, formats, openvino_file, sidecar
+from normswap.exporting import checks, exported_file, formats, openvino_file, sidecar
 from normswap.exporting.exported_file import ExportedFile
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.request import ExportRequest
@@ -172,7 +172,51 @@ def test_neither_a_file_nor_its_network_writes_into_the_users_tensors(count: int
         assert torch.equal(tensor, as_before)
 
 
+class Picky(nn.Module):
+    """Runs on one image alone, and raises for any other."""
+
+    def __init__(self, image: Tensor) -> None:
+        super().__init__()
+        self.image = image
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.equal(x, self.image):
+            raise ValueError("another image")
+        return x.flatten(1)
+
+
+def test_a_network_that_runs_on_no_other_numbers_can_be_compared() -> None:
+    """That it raises shows that it depends on its input."""
+    image = torch.rand(1, *SIZE)
+    network = Picky(image)
+    reference = checks.Reference(network, Signature.of_images(network, "logits"))
+
+    found = checks.check(reference, nn.Flatten(), [(image, None)])
+
+    assert (found.verdict, found.relative_l2, found.count) == ("PROVED", 0.0, 1)
+
+
 # What a file adds to its network.
+
+
+class Chosen(nn.Module):
+    """Takes images and the numbers of some of them, and gives these images and numbers."""
+
+    def forward(self, images: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        return images[numbers], numbers
+
+
+def test_in_half_precision_integers_stay_as_they_are() -> None:
+    images = torch.rand(3, *SIZE)
+    numbers = torch.tensor([2, 0])
+    network = Chosen()
+    shipped = Shipped(network, Signature.of(network, Example((images, numbers))))
+
+    chosen, same = shipped.in_half(torch.float16)(images, numbers)
+
+    assert torch.equal(chosen, images[numbers].half().float())
+    assert torch.equal(same, numbers)
+    assert same.dtype == torch.int64
 
 
 @pytest.mark.parametrize("softmax", [False, True])
@@ -416,6 +460,35 @@ def test_the_record_of_an_export_is_that_by_hand(tmp_path: Path) -> None:
         "output": {"name": "logits", "dtype": "float32", "labels": None},
         "precision": {"weights": "fp32", "arithmetic": "fp32"},
     }
+
+
+@pytest.mark.parametrize(
+    "dtype", ["fp32", "fp16", "bf16", pytest.param("int8", marks=pytest.mark.slow)]
+)
+def test_verify_measures_what_export_measured(dtype: str, tmp_path: Path) -> None:
+    """All that is known of the file is in the file itself, and its ending may be of capitals."""
+    file = tmp_path / "NET.PT2"
+    model = small(**STATED)
+    images = torch.randn(5, *SIZE)
+    labels = model(images).argmax(1)
+    labels[0] = (labels[0] + 1) % 3
+    batches = [(images[:3], labels[:3]), (images[3:], labels[3:])]
+    calibrate = torch.randn(4, *SIZE) if dtype == "int8" else None
+    done = normswap.export(model, file, dtype=dtype, images=batches, calibrate=calibrate)
+    beside = json.loads(done.sidecar.read_text())
+
+    for told in (beside, {name: beside[name] for name in beside if name not in MEASURED}):
+        found = ExportedFile.find(str(file))
+
+        assert found is not None
+        assert found.precision == dtype
+        assert found.body == told
+        assert exported_file.verify(found, model, batches) == done.figures
+        done.sidecar.unlink(missing_ok=True)
+
+
+# What a sidecar has more than its copy in the file, which is written before it is measured.
+MEASURED = ("checked", "quantization")
 
 
 def _plain(value: object) -> object:

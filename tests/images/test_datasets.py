@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from normswap.errors import NormswapError, OptionError, SourceError
-from normswap.images import datasets
+from normswap.images import datasets, places
 from normswap.images.datasets import make_loader
 from normswap.models import zoo
 
@@ -304,3 +304,26 @@ def test_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert loaded(CONFIG, "wds/x:/y")[1] == list(range(9))
     assert loaded(CONFIG, "wds/x:/y", samples=7)[1] == list(range(7))
+
+
+@pytest.mark.parametrize("prefix", [*places.PREFIXES, "TORCH"])
+def test_a_dataset_that_timm_opens_is_no_missing_path(prefix: str) -> None:
+    places.check(f"{prefix}/no/such/path")
+
+    for other in (f"{prefix}s/no/such/path", f"no/{prefix}"):
+        with pytest.raises(SourceError, match=other):
+            places.check(other)
+
+
+@pytest.mark.parametrize("word", ["demo", "noise", "synthetic"])
+def test_a_word_in_place_of_images_is_no_missing_path(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    places.check(word)
+
+    with pytest.raises(SourceError, match=f"{word}s"):
+        places.check(f"{word}s")
+    (tmp_path / f"{word}s").mkdir()
+    places.check(f"{word}s")

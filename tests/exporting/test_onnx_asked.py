@@ -1,0 +1,148 @@
+"""What torch's ONNX exporter is asked, and what of its model stands in the file.
+
+A model that is made here takes the place of the exporter's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from support.stand_in_tools import METADATA, Record
+from torch import nn
+from torch.export import ExportedProgram
+
+from normswap.exporting import formats, onnx_file
+from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.exporting.signature import Signature
+from normswap.models.calling import Example
+
+X = torch.rand(1, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+# Numbers that bfloat16 has, and numbers that it has not.
+EXACT = np.arange(12, dtype=np.float32).reshape(4, 3, 1, 1) / 8
+INEXACT = np.full((4, 5), 0.1, np.float32)
+BIAS = np.array([0.5, 1, -1, 2], np.float32)
+
+
+def model_with_notes() -> Any:
+    """A model of a convolution and a product, with a note on each part, as torch's has."""
+    inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 4, 5])]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, 4, 4, 5])]
+    inner = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 4, 5])]
+    nodes = [
+        helper.make_node("Conv", ["images", "exact", "bias"], ["y"], doc_string="secret.py"),
+        helper.make_node("Mul", ["y", "inexact"], ["logits"], doc_string="secret.py"),
+    ]
+    stored = {"exact": EXACT, "inexact": INEXACT, "bias": BIAS}
+    tensors = [numpy_helper.from_array(value, name) for name, value in stored.items()]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, tensors, value_info=inner)
+    for part in (graph, *nodes, *graph.node, *graph.value_info, *graph.input, *graph.output):
+        part.metadata_props.add(key="stack_trace", value="secret.py")
+    for tensor in graph.initializer:
+        tensor.metadata_props.add(key="stack_trace", value="secret.py")
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What torch's exporter is asked."""
+    calls: list[Any] = []
+
+    def export(network: Any, example: Any, **options: Any) -> Any:
+        calls.append((network, example, options))
+        return Record(model_proto=model_with_notes())
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    return calls
+
+
+def contents(*layers: nn.Module, dynamic: bool = False) -> FileContents:
+    """The contents of a file that takes X, or two of it, and calls them by names of its own."""
+    network = nn.Sequential(*layers)
+    named = Signature(Example((X,)), ("pixels",), ("answers",))
+    example = (X.repeat(2, 1, 1, 1),) if dynamic else (X,)
+    return FileContents(Shipped(network, named), example, dynamic, METADATA)
+
+
+NORMS: dict[str, tuple[tuple[nn.Module, ...], int | None]] = {
+    "no norm": ((nn.ReLU(),), None),
+    "a LayerNorm": ((nn.LayerNorm(5),), None),
+    "an RMSNorm": ((nn.RMSNorm(5),), 23),
+    "both": ((nn.LayerNorm(5), nn.RMSNorm(5)), 23),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_the_exporter_is_given_the_network_with_its_names(
+    name: str, dynamic: bool, asked: list[Any], tmp_path: Path
+) -> None:
+    """One RMSNorm is enough for the opset that has it."""
+    layers, opset = NORMS[name]
+    given = contents(*layers, dynamic=dynamic)
+
+    onnx_file.write(given, tmp_path / "net.onnx")
+
+    ((network, example, options),) = asked
+    assert network is given.network
+    assert example is given.example
+    translated = {torch.ops.aten.rms_norm.default: onnx_file._rms_norm}
+    batch = options.pop("dynamic_shapes")
+    assert str(batch) == str(given.dynamic_shapes)
+    assert (batch is not None) is dynamic
+    assert options == {
+        "dynamo": True,
+        "verbose": False,
+        "opset_version": opset,
+        "custom_translation_table": translated if opset else None,
+        "input_names": ["pixels"],
+        "output_names": ["answers"],
+    }
+
+
+def test_a_network_with_a_keyword_in_a_path_goes_to_the_exporter_without_it(
+    asked: list[Any], tmp_path: Path
+) -> None:
+    network = nn.Sequential()
+    network.add_module("class", nn.Conv2d(3, 4, 1))
+
+    onnx_file.write(FileContents(Shipped(network), (X,)), tmp_path / "net.onnx")
+
+    ((program, _, _),) = asked
+    assert isinstance(program, ExportedProgram)
+    assert {*program.state_dict} == {"network.class_.weight", "network.class_.bias"}
+    torch.testing.assert_close(program.module()(X), network(X))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+def test_a_file_has_weights_of_its_precision_and_the_metadata_alone(
+    dtype: torch.dtype | None, asked: list[Any], tmp_path: Path
+) -> None:
+    """A matrix of numbers that bfloat16 has is stored in it. A cast to float32 reads it."""
+    file = tmp_path / "net.onnx"
+    given = contents(nn.ReLU())
+    if dtype:
+        given.network.in_half(dtype)
+
+    onnx_file.write(given, file)
+
+    assert len(asked) == 1
+    model = onnx.load(file)
+    assert b"secret" not in file.read_bytes()
+    assert b"stack_trace" not in file.read_bytes()
+    assert model.producer_name == "normswap"
+    assert onnx_file.metadata(file) == METADATA
+    in_bf16 = dtype == torch.bfloat16
+    kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    exact = {"exact.bf16": TensorProto.BFLOAT16} if in_bf16 else {"exact": TensorProto.FLOAT}
+    assert kinds == {**exact, "inexact": TensorProto.FLOAT, "bias": TensorProto.FLOAT}
+    operators = [node.op_type for node in model.graph.node]
+    assert operators == ["Cast", "Conv", "Mul"][not in_bf16 :]
+
+    found = formats.get("onnx").open(file)(X)
+    wanted = torch.einsum("oc,nchw->nohw", torch.from_numpy(EXACT[..., 0, 0]), X)
+    wanted = (wanted + torch.from_numpy(BIAS).reshape(4, 1, 1)) * 0.1
+    torch.testing.assert_close(found, wanted)
