@@ -70,6 +70,7 @@ def test_round_trip(plan: Plan, name: str, indent: int | None) -> None:
     assert asdict(read) == asdict(plan)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(one=plans, two=plans)
 def test_digests_tell_plans_apart(one: Plan, two: Plan) -> None:

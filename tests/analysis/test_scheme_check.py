@@ -31,7 +31,7 @@ def few_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schemes, "names", lambda: ["affine", "rmsnorm", *schemes._registered])
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_a_scheme_that_keeps_its_word_passes(check_scheme: Callable[..., None]) -> None:
     check_scheme("affine")
 

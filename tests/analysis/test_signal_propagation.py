@@ -462,6 +462,7 @@ CURVES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_pictures(tmp_path: Path, suffix: str) -> None:
     file = plots.plot(CURVES, tmp_path / f"a.{suffix}", "ten images")

@@ -115,12 +115,12 @@ def seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_decay, "_norm_roles", functools.cache(weight_decay._norm_roles))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("seen_once")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in DEEP)) for name in TABLE],
 )
-@pytest.mark.one_in(2)
 def test_membership_is_the_papers(name: str) -> None:
     model = skeleton(name)
     assigned = roles(model)
@@ -250,6 +250,7 @@ def test_every_scheme_has_a_row_here() -> None:
     assert {scheme for _, scheme, _, _ in CONVERTED} == set(schemes.names())
 
 
+@pytest.mark.slow
 def test_a_channel_affine_decays_by_the_role_of_the_norm_it_replaced() -> None:
     model = timm.create_model("resnetv2_18", act_layer="silu")
     done = convert(model, "folded", input_size=(3, 32, 32)).model
@@ -274,6 +275,7 @@ SHALLOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=10,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -568,6 +568,7 @@ def test_many_descents_find_the_best_signs(monkeypatch: pytest.MonkeyPatch) -> N
         assert float((half @ found).square().sum()) == pytest.approx(float(values.min()), rel=1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("sides", [(32,), (24, 20), (12, 10, 8)])
 def test_the_amplitude_of_the_noise_falls_with_its_frequency(sides: tuple[int, ...]) -> None:
     found = synthetic_images.pink(4000, (2, *sides), 0).double()

@@ -215,7 +215,7 @@ def pictures() -> Tensor:
     return torch.cat([x for x, _ in loader])[:100]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("to", quick(["groupnorm", "layernorm"], ["groupnorm"]))
 @pytest.mark.parametrize("kind", ["depthwise", "dense"])
 def test_chosen_on_leaves_it_keeps_more_than_none_of_it(
@@ -237,7 +237,7 @@ def test_chosen_on_leaves_it_keeps_more_than_none_of_it(
     assert ours < 0.7 * wrong()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["depthwise", "dense"])
 def test_chosen_on_photographs_too_it_keeps_more_of_others(kind: str, pictures: Tensor) -> None:
     """With few channels to a group, than chosen on leaves alone; nothing is fitted."""

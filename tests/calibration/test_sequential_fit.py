@@ -261,6 +261,7 @@ def test_what_is_fitted_answers_as_the_source_and_what_is_not_does_not(kind: str
     assert lost < 0.4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("to", "options"),
     [
@@ -326,6 +327,7 @@ def test_filters_that_sum_to_zero_are_numpys_constrained_least_squares(
     assert np.allclose(ours.conv.bias.detach().numpy(), y.mean(0) - weight @ x.mean(0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_detector_is_fitted_up_to_its_choice_of_boxes() -> None:
     """On pictures of different sizes; behind the choice the rows of the two networks are not of the
     same boxes.
@@ -357,6 +359,7 @@ IMAGES = 16
 LOOKS = 8  # and the images with which a network is looked at before it is run
 
 
+@pytest.mark.slow
 def test_a_fit_runs_each_layer_once_over_the_images_and_their_mirror_images() -> None:
     images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     model = zoo_networks.trained("preact")

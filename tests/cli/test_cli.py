@@ -212,6 +212,7 @@ def test_dry_run_writes_nothing(capfd: Capture, here: Path) -> None:
     assert not files(here)
 
 
+@pytest.mark.slow
 def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     convert = ["convert", MODEL]
 
@@ -240,6 +241,7 @@ def test_a_plan_file_that_exists_is_replaced_by_force_alone(here: Path) -> None:
     assert json.loads(Path("plan.json").read_text())["steps"]
 
 
+@pytest.mark.slow
 def test_norms_are_counted_by_the_edits_that_are_left(capfd: Capture, here: Path) -> None:
     words = ["convert", MODEL, "--only", "layer1", "--dry-run", "--plan", "plan.json"]
     run_json(capfd, *words, "--to", "groupnorm")
@@ -329,6 +331,7 @@ def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> No
     )
 
 
+@pytest.mark.slow
 def test_verify(capfd: Capture, converted: Path) -> None:
     data = ("--data", IMAGES, "--samples", "100", "--workers", "0")
     body = run_json(capfd, "verify", str(converted / "folded"), *data)
@@ -402,6 +405,7 @@ def test_verify_says_how_far_training_went_and_gives_no_verdict(
     assert main(["verify", "run/best", "--data", "demo", *FEW, "--min-kept", "1"]) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("changed", ["layer2.0.conv1.weight", "layer3.0.bn2.bias"])
 def test_verify_names_what_was_not_saved(changed: str, capfd: Capture, here: Path) -> None:
     """The values of this network were fitted, and no plan tells them."""

@@ -198,6 +198,7 @@ def test_a_command_says_the_same_the_second_time(command: str, here: Path, capfd
     assert without_times(first) == without_times(second)
 
 
+@pytest.mark.slow
 def test_a_network_that_is_named_twice_has_one_curve(here: Path, capfd: Capture) -> None:
     random = ("--weights", "random", "--input-size", "3,32,32", "--samples", "2")
 

@@ -224,6 +224,7 @@ def test_every_remedy_that_an_error_names_is_run(
         assert main(words) == 0, shlex.join(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", quick(["skipinit", "groupnorm", "affine"], ["skipinit"]))
 def test_a_card_tells_the_truth(scheme: str, here: Path, capfd: Capture) -> None:
     """The card's Python loads the network, and its commands measure it.

@@ -526,6 +526,7 @@ def test_a_healthy_network_has_no_fault(name: str) -> None:
     assert normswap.diagnose(model, inputs=inputs).faults == ()
 
 
+@pytest.mark.slow
 def test_a_network_that_was_folded_and_got_its_norms_back_has_no_fault() -> None:
     """Its convolutions have absorbed the norms, so their biases tell nothing of statistics."""
     folded = normswap.convert(opened("demo"), "folded")

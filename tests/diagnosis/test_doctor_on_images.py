@@ -224,12 +224,14 @@ def test_the_line_for_deviations_mends_every_norm() -> None:
     assert faults(normswap.diagnose(model, images=batches)) == []
 
 
+@pytest.mark.slow
 def test_a_network_of_grey_images_is_well() -> None:
     model = trained()
     batches = grey(model, images(model))
     assert faults(normswap.diagnose(recalibrate(model, batches).model, images=batches)) == []
 
 
+@pytest.mark.slow
 def test_a_healthy_network_has_no_fault_on_its_images_nor_on_few() -> None:
     model = trained()
     batches = images(trained())

@@ -66,6 +66,7 @@ def test_a_network_that_was_trained_in_eval_mode_is_right_as_it_is(
     assert "trained in eval mode" in finding.evidence
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["plain", "depthwise"])
 def test_statistics_that_were_never_updated_are_found_on_images_with_the_mends_effect(
     name: str,
@@ -98,6 +99,7 @@ def test_channels_that_the_norm_before_makes_constant_are_no_fault() -> None:
     assert normswap.diagnose(net, inputs=torch.randn(2, 3, 12, 12)).faults == ()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [0.0, 0.99])
 def test_a_momentum_is_no_fault_of_a_network_whose_statistics_fit(value: float) -> None:
     model = opened("plain")

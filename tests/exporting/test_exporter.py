@@ -182,7 +182,7 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     assert distance(run(model, images), formats.get("onnx").open(file)(images)) <= 1e-5
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", quick(FORMATS, ["onnx", "pt2"]))
 def test_fp16(form: str, tmp_path: Path) -> None:
     model, x = network()
@@ -213,7 +213,7 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
     assert all(distance(answers[0], other) <= 1e-5 for other in answers[1:])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [

@@ -53,6 +53,7 @@ def made(file: Path, **options: Any) -> Any:
     return normswap.export(small(), file, dtype="int8", input_size=(3, 16, 16), **given)
 
 
+@pytest.mark.slow
 def test_a_small_network_in_onnx(tmp_path: Path) -> None:
     """The file, run by ONNX Runtime alone, against the network in float64; its weights are integers
     of 7 bits.
@@ -109,7 +110,7 @@ def largest(file: Path) -> set[int]:
     return {int(abs(values.astype(int)).max()) for values in found}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", quick(["onnx", "xml", "pt2"], ["onnx"]))
 @pytest.mark.parametrize(("bits", "levels"), [(7, {63, 64}), (8, {127})])
 def test_weights_have_the_bits_that_are_asked_for(
@@ -172,6 +173,7 @@ def test_weights_in_pt2(once: Path) -> None:
     assert all((value.int().abs().flatten(1).amax(1) == 64).all() for value in weights.values())
 
 
+@pytest.mark.slow
 def test_what_is_written_with_pt2(once: Path) -> None:
     extra = {"dtype": "", "source": "", "preprocess": ""}
     torch.ao.quantization.fx._decomposed  # noqa: B018 (`held` has imported it)
@@ -243,6 +245,7 @@ def input_step(file: Path) -> float:
     return (high - low) / 255
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", quick(["onnx", "xml"], ["onnx"]))
 def test_ranges_go_from_the_least_number_to_the_largest(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -275,6 +278,7 @@ class Unusual(nn.Module):
         return head
 
 
+@pytest.mark.slow
 def test_every_layer_is_quantized_in_pt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "calibrate": pictures(32),

@@ -76,8 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("beside")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "ending", "precision"), CASES)
-@pytest.mark.one_in(4)
 def test_an_option_costs_nothing(option: str, ending: str, precision: str, folder: Path) -> None:
     (error, other), (plain, differ) = (
         off(folder, ending, precision, each) for each in (option, "plain")

@@ -94,6 +94,7 @@ def test_no_value_is_a_default(name: str) -> None:
     assert STATED[name] != DEFAULTS[name]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name",
     quick(ROWS, ["squashed", "squashed, another size, normalized", "cropped, another size"]),

@@ -116,6 +116,7 @@ def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) ->
         assert float((a - b).norm() / a.norm()) < 1e-5
 
 
+@pytest.mark.slow
 def test_onnx_names_them(tmp_path: Path) -> None:
     import onnxruntime
 
@@ -131,6 +132,7 @@ def test_onnx_names_them(tmp_path: Path) -> None:
     assert done.figures.output in outputs
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrap", [Keyword, Listed])
 def test_images_reach_a_network_that_takes_them_otherwise(wrap: Any, tmp_path: Path) -> None:
     """Without a word about inputs: images in, and out what the plain network answers, alone or in a
@@ -179,6 +181,7 @@ class Beside(nn.Module):
         return one - two, {"training": {"one": one, "two": two}}
 
 
+@pytest.mark.slow
 def test_an_answer_beside_nested_tensors_may_stray_as_far_as_its_rounding(tmp_path: Path) -> None:
     done = normswap.export(Beside().eval(), tmp_path / "a.onnx", input_size=SIZE)
 

@@ -265,6 +265,7 @@ def test_folded_exactly(arch: str) -> None:
     assert torch.equal(run(fresh, x), run(result, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", sampled(NORM_FREE, every=4))
 def test_converted_to_other_schemes(arch: str) -> None:
     model, x = norm_free(arch)

@@ -254,6 +254,7 @@ FREE = {"resnetv2_18": 0.8, "seresnet18": 0.7, "densenet121": 0.4, "ghostnet_100
 FAST = "resnetv2_18"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in FREE if n != FAST)]
 )

@@ -101,6 +101,7 @@ def test_other_libraries_fold(name: str) -> None:
     assert row["approximate"]["status"] == "runs", row
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",

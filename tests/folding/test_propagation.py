@@ -200,6 +200,7 @@ def test_one_part_taken_for_the_other_is_noticed() -> None:
     assert distance(run(model, x), run(wrong, x)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "args", "size"),
     [

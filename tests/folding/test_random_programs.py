@@ -165,6 +165,7 @@ def test_a_layer_that_writes_into_what_it_reads(named: int, refused: bool) -> No
         assert distance(run(model, x.clone()), run(result, x.clone())) <= 1e-10
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(program=programs, seed=st.integers(0, 3))
 def test_skipinit_is_exact_or_refused(program: Program, seed: int) -> None:

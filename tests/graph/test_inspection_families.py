@@ -400,6 +400,7 @@ def test_the_mode_is_put_back() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_googlenet() -> None:
     model = lived(
         torchvision.models.googlenet(weights=None, init_weights=False, num_classes=5),

@@ -95,6 +95,7 @@ def test_a_fit_is_that_of_plain_tensors(
         assert named_kept == plain_kept
 
 
+@pytest.mark.slow
 def test_a_network_of_transformers_is_fitted_alike_by_keywords() -> None:
     data = batches()
     wanted = normswap.convert(resnet(), "groupnorm", inputs=data[0], calibrate=data, relative_eps=0)
@@ -181,6 +182,7 @@ def test_a_tuple_of_as_many_tensors_as_arguments_is_one_batch() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_detector_is_fitted() -> None:
     """How much of a fit is kept, its boxes decide, and not the trunk's answers; the fit is the
     same.

@@ -47,6 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     getattr(huggingface_hub, "close_session", lambda: None)()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("source", ["resnet18", "hf-hub:some/small", "hf_hub:some/small@main"])
 def test_hub(
     repos: dict[str, Path],

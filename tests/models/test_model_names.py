@@ -247,6 +247,7 @@ def test_hugging_face_in_memory(here: Path) -> None:
     assert torch.equal(again(x).logits, done.model(x).logits)
 
 
+@pytest.mark.slow
 def test_a_source_is_recorded_so_that_it_opens_from_another_folder(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

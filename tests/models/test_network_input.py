@@ -345,6 +345,7 @@ STATED = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "command",
     [

@@ -157,6 +157,7 @@ def projection(block: Any) -> nn.Module:
     return block.downsample if isinstance(block.downsample, nn.Conv2d) else block.downsample[0]
 
 
+@pytest.mark.slow
 def test_a_factor_of_the_skip_that_leaves_half_precision_is_refused() -> None:
     """Without a factor on the skip, 1/sqrt(2), the branch of block l has 2^((l - 1) / 2): above
     2^15 from 32 on.

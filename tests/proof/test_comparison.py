@@ -147,6 +147,7 @@ def test_another_shape_never_passes() -> None:
         assert not verify(source(), wide, inputs(), exact=exact).passed
 
 
+@pytest.mark.slow
 def test_sites_say_where() -> None:
     report = compared(MUTANTS["one channel scaled by 1 %"])
     error = {site.site: site.relative_l2 for site in report.sites}
@@ -241,6 +242,7 @@ def test_a_source_that_overflows_in_its_own_precision_is_rejected() -> None:
         conversion.convert(model, "folded", inputs=x)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_other_precisions(dtype: torch.dtype) -> None:
     model = copy.deepcopy(source()).to(dtype)
@@ -285,6 +287,7 @@ def test_half_precision_refuses_a_wrong_result_without_float64(
     assert not verify(model, good, xs).passed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_one_number_that_was_rounded_well_by_chance_refuses_nothing(dtype: torch.dtype) -> None:
     """Twenty regressions of one number on one input: some are rounded to nearly what they are in
@@ -348,6 +351,7 @@ def test_what_rounding_costs_in_half_precision_is_finite_however_wrong_a_result_
     assert 0 < cost < 0.1
 
 
+@pytest.mark.slow
 def test_reports_survive_json() -> None:
     reader = TypeAdapter(Report)
     error = Error("logits", "float32", (1, 3, 8, 8), 0.1, 0.2, 1.0)
@@ -462,6 +466,7 @@ def test_noise_of_two_sizes_where_the_network_takes_the_first(least: int, sides:
     assert [x.images.shape[-1] for x in running.noise(Least(3, 4, 3), (3, 128, 128))] == sides
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("then", ["folded", "unfold"])
 def test_a_stream_that_is_rescaled_is_judged_at_the_outputs(then: str) -> None:
     """Residual scaling gives a v1 block another scale, and what comes after it may take it back."""

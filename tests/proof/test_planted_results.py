@@ -312,7 +312,7 @@ def test_a_planted_fault_is_never_proved_through_a_file(
     assert right.verdict == "PROVED"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["pt2", "onnx"])
 def test_a_file_that_answers_every_image_alike_is_not_proved(ending: str, tmp_path: Path) -> None:
     source = made("constant outputs")

@@ -109,7 +109,7 @@ def test_alphas_are_those_in_the_file(case: Reported) -> None:
     assert [alpha.block for alpha in facts.alphas] == order[: len(stored)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_sites_verdict_and_versions_are_the_stored_ones(case: Reported) -> None:
     facts = case.facts
     text = case.text
@@ -177,6 +177,7 @@ def tiles(text: str) -> dict[str, tuple[str, str]]:
     return {name: (value, below) for name, value, below in re.findall(pattern, text)}
 
 
+@pytest.mark.one_in(3)
 def test_every_norm_has_an_outcome(case: Reported) -> None:
     listed = list(case.facts.others)
     for block in case.facts.blocks:
@@ -199,6 +200,7 @@ def test_every_norm_has_an_outcome(case: Reported) -> None:
         assert re.match(r"(folds|keeps|statistics|scales?) ", norm.said), norm.said
 
 
+@pytest.mark.slow
 def test_signal_of_source_and_result(made: dict[str, Reported]) -> None:
     facts = made["v1-skipinit"].facts
     for before, after in zip(facts.signal["before"], facts.signal["after"], strict=True):
@@ -237,6 +239,7 @@ def test_a_network_without_report_or_steps(
     check(text)
 
 
+@pytest.mark.slow
 def test_two_steps(made: dict[str, Reported], tmp_path: Path, undrawn: None) -> None:
     again = normswap.convert(normswap.load(made["v2-folded"].folder), "skipinit")
     facts = report.collect(normswap.save(again, tmp_path / "twice"))
@@ -248,6 +251,7 @@ def test_two_steps(made: dict[str, Reported], tmp_path: Path, undrawn: None) -> 
     check(text)
 
 
+@pytest.mark.slow
 def test_scalars_that_were_trained(
     made: dict[str, Reported], tmp_path: Path, undrawn: None
 ) -> None:
@@ -272,6 +276,7 @@ def test_scalars_that_were_trained(
     check(text)
 
 
+@pytest.mark.slow
 def test_accuracy_on_data(made: dict[str, Reported], tmp_path: Path, undrawn: None) -> None:
     generator = torch.Generator().manual_seed(0)
     for label in range(10):
@@ -320,6 +325,7 @@ def test_the_checker_notices(bad: str) -> None:
         check(f"<style></style>{bad}")
 
 
+@pytest.mark.slow
 def test_names_are_escaped(made: dict[str, Reported]) -> None:
     evil = "<script>alert('&\"1')</script>"
     facts = made["v1-skipinit"].facts

@@ -142,6 +142,7 @@ def test_weights_of_an_onnx_file(like: bool) -> None:
     assert len(list(batchnorms(done))) == len(list(batchnorms(model)))
 
 
+@pytest.mark.slow
 def test_repvgg_in_deploy_form() -> None:
     torch.manual_seed(0)
     batches = photographs(64)  # at 32 px the last maps have one position, and get no norm

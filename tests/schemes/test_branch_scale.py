@@ -204,6 +204,7 @@ def test_fresh_networks_get_alpha_0_and_a_live_branch(arch: str) -> None:
     )
 
 
+@pytest.mark.one_in(2)
 @architectures
 def test_drop_path_survives_before_alpha(arch: str) -> None:
     """With the same random numbers, source and result drop the same branches and agree."""
@@ -240,6 +241,7 @@ def test_drop_path_survives_before_alpha(arch: str) -> None:
     result.train()(x).sum().backward()
 
 
+@pytest.mark.one_in(2)
 @architectures
 def test_regularized_adds_dropout_and_biases(arch: str) -> None:
     model, x = source(arch)

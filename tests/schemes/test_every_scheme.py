@@ -225,6 +225,7 @@ def test_dtype_is_kept(row: Row, dtype: torch.dtype) -> None:
             assert error <= 300 * torch.finfo(dtype).eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", sampled(EXACT, every=8), ids=str)
 def test_compile_without_graph_breaks(row: Row) -> None:
     own = case("seresnet18", row)

@@ -173,6 +173,7 @@ def test_what_cannot_scale_its_weight_in_tune_mode_stops_no_other() -> None:
     assert distance(run(model, x), run(tuned, x)) <= 1e-12
 
 
+@pytest.mark.slow
 def test_a_trained_input_bias_before_padding_stays() -> None:
     """Zeros at the border are not shifted: only a 1x1 convolution absorbs the scalar."""
     model, x, _ = source("resnet26d")

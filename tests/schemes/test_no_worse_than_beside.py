@@ -50,8 +50,8 @@ def off(model: nn.Module, result: nn.Module, x: Tensor) -> float:
     return distance(run(model, x), run(result, x))
 
 
+@pytest.mark.slow
 @crossed("name, row", SIX, APPROXIMATE, mark=pytest.mark.slow, slow=("resnet18", "seresnet18"))
-@pytest.mark.one_in(8)
 def test_fitted_is_no_worse_than_not_fitted(name: str, row: Row) -> None:
     """On average over three networks: of one of so few channels a third may be lost, or won, by
     chance.

@@ -121,9 +121,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], Callable[[]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.one_in(4)
 def test_it_loads_without_normswap(case: str) -> None:
     source, to, options, made = CASES[case]
     torch.manual_seed(0)

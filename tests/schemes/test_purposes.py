@@ -374,6 +374,7 @@ def test_without_copies_opacus_fails(opacus: Any) -> None:
         opacus.GradSampleModule(model.train())(torch.randn(2, 3, 32, 32, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", quick(["resnetv2_18", "resnet18"], ["resnetv2_18"]))
 def test_the_way_back_stays_open(arch: str) -> None:
     """Folded, given norms, unfolded: a network made for a purpose is like any other."""

@@ -169,7 +169,7 @@ LARGER = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick([*REFUSED, *LARGER], REFUSED))
 def test_refused_with_path_and_reason(name: str) -> None:
     path, why = REFUSED.get(name) or LARGER[name]

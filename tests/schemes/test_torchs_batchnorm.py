@@ -68,7 +68,7 @@ def test_the_norms_are_the_sources_classes(scheme: str, build: Callable[[], Sour
 
 
 # torch 2.14 warns that its own TorchScript is deprecated.
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("scheme", ["frozen-bn", "skipinit"])
 def test_a_trace_made_in_training_mode_goes_to_eval_mode(scheme: str) -> None:

@@ -332,7 +332,7 @@ def convs_without_mean(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "conv_class"), [("one_d", ScaledStdConv1d), ("three_d", ScaledStdConv3d)]
 )

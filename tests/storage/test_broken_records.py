@@ -75,6 +75,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.slow
 @few
 @given(st.data())
 def test_plans(source: Path, converted: Path, data: st.DataObject) -> None:

@@ -47,6 +47,7 @@ def images() -> torch.Tensor:
     return torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "options", "kind"),
     [
@@ -78,6 +79,7 @@ def test_unfold_of_another_kind_of_norm_is_refused(
     assert distance(run(folded, x), run(back, x)) < 1e-4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     conversion = convert(lived("resnet18").to(dtype), "folded")
@@ -425,6 +427,7 @@ def contents(folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("before", KINDS)
 @pytest.mark.parametrize("after", KINDS)
 def test_what_replaces_a_network_is_what_stands_alone(

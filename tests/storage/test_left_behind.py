@@ -286,6 +286,7 @@ def test_a_killed_exchange_inside_a_networks_directory(tmp_path: Path) -> None:
         network_folder.check_writable(place, force=False)
 
 
+@pytest.mark.slow
 def test_the_command_line_says_what_a_killed_run_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

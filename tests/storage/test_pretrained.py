@@ -110,6 +110,7 @@ def test_a_directory_that_save_wrote_is_refused_by_transformers_too(
         ResNetForImageClassification.from_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_the_mark_follows_copies_and_is_not_on_the_source(
     source: nn.Module, images: Tensor, tmp_path: Path
 ) -> None:
@@ -142,7 +143,7 @@ def test_other_tensors_that_are_given_are_saved(
         model.save_pretrained(tmp_path / "hub", push_to_hub=True)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_checkpoint_of_trainer_opens_and_is_resumed(
     scheme: str, source: nn.Module, images: Tensor, tmp_path: Path

@@ -111,7 +111,7 @@ def test_there_and_back(
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "options"),
     [

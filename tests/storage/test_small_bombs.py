@@ -111,6 +111,7 @@ def test_weights(case: str, tmp_path: Path) -> None:
     refused(lambda: weight_files.read(file), "weights.pth", words)
 
 
+@pytest.mark.slow
 def test_an_archive_that_unpacks_to_gigabytes(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "good.pth")
     with (

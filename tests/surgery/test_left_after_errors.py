@@ -136,6 +136,7 @@ def spread(count: int, most: int) -> Sequence[int]:
     return sorted({round(part * (count - 1) / (most - 1)) for part in range(most)})
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("most", [MOST, pytest.param(1000, marks=pytest.mark.long)])

@@ -38,6 +38,7 @@ FITS: dict[str, tuple[dict[str, Any], int | None, str, str]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FITS)
 def test_agreement_is_measured_on_every_fourth_image_or_it_is_said_why_not(name: str) -> None:
     options, count, unmeasured, said = FITS[name]

@@ -44,7 +44,7 @@ def test_answers_that_were_not_finite_are_not_compared() -> None:
     assert changed_answers(net, net, [form(net).of(torch.ones(2, 2))]) is None
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("are_reset", [False, True])
 def test_the_command_does_not_call_it_passed_when_most_answers_change(
     *, are_reset: bool, here: Path, capfd: Capture

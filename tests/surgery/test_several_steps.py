@@ -234,7 +234,7 @@ def in_several_calls() -> Iterator[tuple[Row, ...]]:
 CHAINS = {" ".join(map(str, chain)): chain for chain in in_several_calls()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sampled(CHAINS, 120))
 def test_the_steps_of_several_calls(case: str, tmp_path: Path) -> None:
     before = source("batchnorm")

@@ -26,6 +26,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 EMA = {"decay": 0.5, "warmup": False}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("own", "averaged", "epoch", "which"),
     [
@@ -92,6 +93,7 @@ def test_the_score_is_the_best_accuracy_or_the_held_out_loss_where_none_is_known
     assert score({**dict.fromkeys(COLUMNS), **known}) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
 def test_the_loss_that_is_reported_is_the_mean_over_the_batch(
     images: Path, tmp_path: Path, accumulate: int
@@ -121,6 +123,7 @@ def unlabelled(images: Path, **parts: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_without_labels_the_network_as_it_began_stays_best_if_training_only_harms(
     images: Path, tmp_path: Path
 ) -> None:

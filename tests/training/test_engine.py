@@ -225,6 +225,7 @@ def test_learning_rates(name: str) -> None:
     assert rates(schedule) == pytest.approx([expected(update) for update in range(40)])
 
 
+@pytest.mark.slow
 def test_every_row_of_the_metrics_is_of_its_own_epoch(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -568,6 +569,7 @@ def test_training_is_sgd_by_hand(images: Path, tmp_path: Path, accumulate: int) 
     assert result.rows[-1]["top1"] == pytest.approx(hits.item())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_average_is_that_of_the_weights(images: Path, tmp_path: Path, accumulate: int) -> None:
     model = network("skipinit", double=True)

@@ -48,7 +48,7 @@ def write(file: Path, **parts: Any) -> Path:
     return file
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["maps", "two outputs", "features", "two heads"])
 def test_any_network_learns_again_from_its_source(
     answer: str, images: Path, tmp_path: Path
@@ -195,6 +195,7 @@ def test_public_names_are_enough(images: Path, tmp_path: Path) -> None:
         normswap.load_recipe("demo_train", ["optim.lrr=1"])
 
 
+@pytest.mark.slow
 def test_the_given_network_is_not_changed_and_no_random_number_is_lost(
     images: Path, tmp_path: Path
 ) -> None:
@@ -224,6 +225,7 @@ def test_mixed_precision_compiled_layout_and_average(images: Path, tmp_path: Pat
     assert result.rows[-1]["ema_top1"] is not None
 
 
+@pytest.mark.slow
 def test_trackers(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

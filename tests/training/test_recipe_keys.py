@@ -163,6 +163,7 @@ def test_the_same_values_are_the_same_run(images: Path, tmp_path: Path, before: 
     ) == before({})
 
 
+@pytest.mark.slow
 def test_a_recipe_may_name_its_network(images: Path, tmp_path: Path) -> None:
     part = {"name": "resnet18", "weights": "random", "args": {"num_classes": 10, **TINY}}
     plan = recipe(images, model=part, data={"input_size": 32}, train={"epochs": 0.4})

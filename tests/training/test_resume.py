@@ -230,6 +230,7 @@ def test_the_comparison_notices(images: Path, whole: Path, tmp_path: Path) -> No
     assert not same(whole, tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_can_be_continued(images: Path, whole: Path, tmp_path: Path) -> None:
     plan = recipe(images, **BUSY)
 

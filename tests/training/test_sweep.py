@@ -152,6 +152,7 @@ def test_the_range_of_good_rates_is_what_the_deviation_of_the_best_cannot_tell_a
     )
 
 
+@pytest.mark.slow
 def test_every_point_is_run_once(tmp_path: Path) -> None:
     seen: list[tuple[float, int, str]] = []
 
@@ -243,6 +244,7 @@ def test_a_run_at_chance_is_lost(tmp_path: Path) -> None:
     assert "at chance" in sweeps.notes(found.trials(), [line], True)[0]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_every_run_ends_the_sweep_and_is_tried_again(tmp_path: Path) -> None:
     def wrong(recipe: Recipe, folder: Path) -> RunEnd:
         raise SourceError("/nowhere does not exist")
@@ -388,6 +390,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_command, "trainer", lambda *given: score)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None) -> None:
     recipe = tmp_path / "mine.yaml"
     out = tmp_path / "out"
