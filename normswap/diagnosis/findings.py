@@ -230,10 +230,9 @@ class Case:
     def estimates(self) -> list[dict[str, Pair]]:
         """Mean and variance (C,) of the input of each norm, by path, for each part of the images.
 
-        The list is empty if there are no images, or the network does not run on them.
+        The list is empty if the network does not run on the images. There must be some.
         """
-        if self.images is None:
-            return []
+        assert self.images is not None, "statistics are estimated from images"
         try:
             renewed = [population.norms_of(self.renewed(calls)) for calls in self.images.parts]
         except NormswapError:

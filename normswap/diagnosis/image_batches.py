@@ -82,8 +82,10 @@ class ImageBatches:
         if len(calls) < PARTS:
             cuts: list[Example | None] = []
             for call in self.calls:
-                # The samples of a batch go to its parts in turn.
+                # The samples of a batch go to its parts in turn. The last ones, if they would make
+                # some parts larger than others, go to none.
                 part_of = torch.arange(call.count) % PARTS
+                part_of[call.count // PARTS * PARTS :] = PARTS
                 cuts += [call.take(part_of == part) for part in range(PARTS)]
             # A call that cannot be cut gives None. Then all calls stay whole, so that sizes agree.
             whole_cuts = [cut for cut in cuts if cut is not None]

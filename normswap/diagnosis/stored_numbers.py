@@ -100,13 +100,19 @@ def unused_and_broken(case: Case) -> Iterator[Remark]:
         )
 
 
+def _called_norms(case: Case) -> list[StoredNorm]:
+    """Return the norms that the forward calls. The numbers of others change no answer."""
+    return [site for site in case.sites if case.is_called(site)]
+
+
 def never_updated(case: Case) -> Iterator[Finding | str]:
     """Find norms that still have the statistics of a new norm, mean 0 and variance 1.
 
     A network that was trained in eval mode keeps these statistics and is right with them. If its
     answers to images show that it was trained so, a sentence for the user is yielded, and no fault.
     """
-    never_moved = [site for site in case.sites if site.starts_at_init]
+    called = _called_norms(case)
+    never_moved = [site for site in called if site.starts_at_init]
     yield from _never_updated_in_part(case)
 
     # The gammas or betas of these norms were trained, and their statistics were not.
@@ -115,7 +121,7 @@ def never_updated(case: Case) -> Iterator[Finding | str]:
         # If only some norms are concerned, the outputs of a broken network still differ between
         # images, only less. So they must then differ at least as much as with the images' own
         # statistics.
-        is_whole = len(trained) == len(case.sites)
+        is_whole = len(trained) == len(called)
         yield _new_statistics(
             case,
             trained,
@@ -153,7 +159,9 @@ def _never_updated_in_part(case: Case) -> Iterator[Finding | str]:
     """
     # The number of channels with mean 0 and variance 1, by norm. Norms in which all channels have
     # them are left to `never_updated`.
-    counts = {site: int(site.at_init.sum()) for site in case.sites if not site.starts_at_init}
+    counts = {
+        site: int(site.at_init.sum()) for site in _called_norms(case) if not site.starts_at_init
+    }
     hit = [site for site, count in counts.items() if count > _SWITCHED_OFF * _width(site)]
     if hit:
         new_channels = sum(counts[site] for site in hit)
@@ -244,7 +252,7 @@ def zero_variance(case: Case) -> Iterator[Finding]:
     variance of 0 rightly.
     """
     hit: list[StoredNorm] = []
-    for site in case.sites:
+    for site in _called_norms(case):
         # There is no variance to check, or another check judges it (`never_updated`).
         if not len(site.var) or site.starts_at_init:
             continue
@@ -283,9 +291,7 @@ def _reached(case: Case, site: StoredNorm) -> Tensor:
     - Its filter has decayed to 0.
     """
     # A norm that keeps no statistics has as many channels as gammas.
-    channel_values = site.var
-    if site.gamma is not None and not len(site.var):
-        channel_values = site.gamma
+    channel_values = site.var if site.gamma is None else site.gamma
     reached = torch.ones_like(channel_values, dtype=torch.bool)
     # A variance below this counts as 0.
     least_variance = _TINY * site.eps
@@ -325,7 +331,7 @@ def dead_gammas(case: Case) -> Iterator[Finding]:
     """
     # The number of gammas that are 0, by norm.
     zeros: dict[StoredNorm, int] = {}
-    for site in case.sites:
+    for site in _called_norms(case):
         is_new = site.starts_at_init and site.is_untouched
         if site.gamma is not None and not is_new:
             zeros[site] = int(((site.gamma == 0) & _reached(case, site)).sum())
