@@ -487,9 +487,8 @@ class TrainingRun:
         with evaluating(model):
             for batch in task.held_out:
                 images, labels = self._placed(*batch)
-                # Labels that have no weight in the loss are not read, and 0 stands for each.
-                target = labels if task.objective.labels else torch.zeros_like(labels)
-                total += float(task.objective.loss(model, images, target)) * len(images)
+                # Labels that have no weight in the loss are not read.
+                total += float(task.objective.loss(model, images, labels)) * len(images)
                 count += len(images)
         return total / count
 

@@ -6,7 +6,7 @@ teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -310,14 +310,20 @@ def teacher_loss(output: object, taught: object, temperature: float | None = 2.0
             squared_error = (values[name].float() - target).square().sum()
             errors.append(squared_error / target.square().sum().clamp_min(1e-12))
     if not errors:
-        why = (
-            f"it gives {', '.join(values) or 'no tensor'}, the teacher"
-            f" {', '.join(targets) or 'no tensor'}"
-        )
+        why = f"it gives {_in_words(values)}, the teacher {_in_words(targets)}"
         raise OptionError(
             "no output of the network has the name and shape of one of its teacher's", why
         )
     return torch.stack(errors).mean()
+
+
+def _in_words(outputs: Mapping[str, Tensor]) -> str:
+    """Return the names and shapes of outputs, such as `mask (2, 3, 8, 8)`, for an error.
+
+    A network's only output has no name.
+    """
+    words = [f"{name} {tuple(tensor.shape)}".strip() for name, tensor in outputs.items()]
+    return ", ".join(words) or "no tensor"
 
 
 def _two_scores(output: object, taught: object) -> tuple[Tensor, Tensor] | None:

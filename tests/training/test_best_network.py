@@ -4,6 +4,7 @@ hand.
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from normswap.images.accuracy import Evaluation
 from normswap.training import engine
-from normswap.training.engine import score
-from normswap.training.run_folder import COLUMNS
+from normswap.training.engine import TrainingRun, score
+from normswap.training.run_folder import COLUMNS, Row, TrainingState
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +173,20 @@ def test_a_loss_has_risen_if_it_is_higher_by_more_than_rounding(
 ) -> None:
     """By more than a hundredth, or where there was none by more than a millionth."""
     assert engine._is_risen(loss, began_with) is is_risen
+
+
+def test_a_loss_that_has_risen_is_told_when_it_first_has_and_at_the_end() -> None:
+    losses = [2.0, 1.0, 3.0, 4.0, 1.5, 5.0, 6.0]
+    told: list[int] = []
+    run: Any = TrainingRun.__new__(TrainingRun)
+    run.at = TrainingState(best_epoch=1)
+    run.task = SimpleNamespace(updates=6)
+    run.say = lambda _: told.append(run.at.update)
+
+    for epoch, loss in enumerate(losses):
+        row: Row = {**dict.fromkeys(COLUMNS), "val_loss": loss}
+        run.at.rows = [*run.at.rows, row]
+        run.at.update = epoch
+        run._warn_of_rise(loss)
+
+    assert told == [2, 6]

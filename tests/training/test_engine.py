@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from hypothesis import given, settings, strategies as st
 from PIL import Image
 from support.sampled_tables import quick
@@ -28,7 +29,7 @@ from normswap import provenance
 from normswap.errors import OptionError, SourceError
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import make_loader
-from normswap.training import engine, optimizing
+from normswap.training import engine, optimizing, training_images
 from normswap.training.optimizing import Objective, Teacher, clip_gradients, optimizer
 from normswap.training.recipe import Augment, Clip, Data, Distill, Optim, Recipe, Schedule
 from normswap.training.training_images import (
@@ -184,6 +185,52 @@ def test_places(tmp_path: Path) -> None:
     assert places(Data(root="torch/cifar10:/d")) == ("torch/cifar10:/d", "torch/cifar10:/d")
     with pytest.raises(SourceError, match=r"no images.*--data PATH, or data.root"):
         places(Data())
+
+
+def test_the_parts_that_were_taken_are_named_and_no_note_comes_twice(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / name / "a").mkdir(parents=True)
+    train = str(tmp_path / "train")
+    test = str(tmp_path / "test")
+    taken: Any = SimpleNamespace(notes=("labels are numbers",))
+    checked: Any = SimpleNamespace(notes=("labels are numbers", "one image is broken"))
+
+    of_parts = training_images.image_notes(Data(root=str(tmp_path)), taken, checked)
+    of_one = training_images.image_notes(Data(root=train), taken, checked)
+    unchecked = training_images.image_notes(Data(root=test), taken, None)
+
+    assert train in of_parts[0]
+    assert test in of_parts[0]
+    assert of_parts[1:] == of_one == ["labels are numbers", "one image is broken"]
+    assert unchecked[0] == "labels are numbers"
+    assert "no validation images" in unchecked[1]
+    assert len(unchecked) == 2
+
+
+class Listed(list[str]):
+    """A dataset of so many images, which its reader names.
+
+    Args:
+        names: The names of the images.
+        of_the_hub: Whether it is a Hugging Face dataset, in which a name is read with its image.
+    """
+
+    def __init__(self, *names: str, of_the_hub: bool = False) -> None:
+        super().__init__(names)
+        reader = SimpleNamespace(filenames=lambda: names)
+        if of_the_hub:
+            reader = SimpleNamespace(dataset="a table", filenames=lambda: pytest.fail("all read"))
+        self.images = SimpleNamespace(reader=reader)
+
+
+def test_images_are_told_apart_by_number_and_name_and_on_the_hub_by_number() -> None:
+    files = [Listed("a", "b"), Listed("a", "c"), Listed("a", "b", "c")]
+    hub = [Listed("a", "b", of_the_hub=True), Listed("a", of_the_hub=True)]
+
+    digests = [training_images._digest(images) for images in (*files, *hub)]  # type: ignore[arg-type]
+
+    assert len(set(digests)) == 5
+    assert training_images._digest(Listed("x", "y", of_the_hub=True)) == digests[3]  # type: ignore[arg-type]
 
 
 def rates(schedule: Schedule, updates: int = 40, per_epoch: int = 10) -> list[float]:
@@ -444,6 +491,33 @@ def test_scores_of_unequal_shapes_are_refused() -> None:
         normswap.teacher_loss(torch.randn(2, 3), torch.randn(2, 4))
 
 
+def test_outputs_that_are_no_scores_are_compared_by_name_and_relative_to_the_teachers() -> None:
+    ours = {"map": torch.full((2, 3, 4, 4), 1.5), "box": torch.full((2, 5), 3.0)}
+    theirs = {"map": torch.ones(2, 3, 4, 4), "box": torch.full((2, 5), -1.0)}
+    not_compared = {"ids": torch.ones(2, dtype=torch.long), "other": torch.ones(2, 7)}
+
+    loss = normswap.teacher_loss(
+        {**ours, "ids": torch.zeros(2), "other": torch.ones(2, 6)}, {**not_compared, **theirs}
+    )
+
+    # The first is off by a half, and the second by four times the teacher's.
+    assert loss.item() == pytest.approx((0.5**2 + 4.0**2) / 2)
+
+
+def test_outputs_without_a_common_name_and_shape_are_refused_with_the_names_of_both() -> None:
+    ours = {"map": torch.ones(2, 3, 4, 4), "box": torch.ones(2, 5)}
+    theirs = {"mask": torch.ones(2, 3, 4, 4), "box": torch.ones(2, 6)}
+
+    with pytest.raises(OptionError, match=r"gives map \(2, 3, 4, 4\), box .*, the teacher mask .*"):
+        normswap.teacher_loss(ours, theirs, None)
+    with pytest.raises(OptionError, match=r"gives \(2, 3, 4, 4\), the teacher \(2, 6\)"):
+        normswap.teacher_loss(ours["map"], theirs["box"], None)
+    with pytest.raises(OptionError, match=r"gives .*map.*, the teacher no tensor"):
+        normswap.teacher_loss(ours, {}, None)
+    with pytest.raises(OptionError, match=r"gives no tensor, the teacher .*mask"):
+        normswap.teacher_loss((), theirs, None)
+
+
 def distilled(part: Distill, model: nn.Module, teacher: nn.Module) -> Objective:
     return Objective(
         Recipe(summary="", distill=part), model, Teacher(copy.deepcopy(teacher), model)
@@ -644,6 +718,50 @@ def test_every_row_has_the_loss_of_its_updates(
     assert [row["train_loss"] for row in rows] == pytest.approx([loss] * len(rows), rel=1e-5)
     assert [row["val_loss"] for row in rows] == pytest.approx([loss] * len(rows), rel=1e-5)
     assert rows[-1]["epoch"] == pytest.approx(result.updates / (40 // batch))
+
+
+def test_without_validation_images_the_held_out_loss_is_that_of_the_labels(
+    alike: Path, tmp_path: Path
+) -> None:
+    model = network("affine", double=True)
+    with torch.no_grad():
+        expected = evaluate(model, make_loader(model, str(alike), workers=0)).loss
+    plan = recipe(alike, data={"validation": None}, train={"epochs": 0.2})
+
+    before, _ = train(model, plan, tmp_path / "out").rows
+
+    assert before["top1"] is None
+    assert before["val_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_process_that_is_not_the_first_writes_and_says_nothing(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does all updates, and keeps its notes for who has started it."""
+    monkeypatch.setattr(Accelerator, "is_main_process", property(lambda _: False))
+    said: list[str] = []
+    shown: list[engine.TrainingProgress] = []
+    parts = {"epochs": 0.4, "checkpoint": 1, "ema": {"decay": 0.5}}
+    plan = recipe(images, data={"validation": None}, train=parts)
+
+    result = train(
+        network("skipinit"), plan, tmp_path / "out", say=said.append, progress=shown.append
+    )
+
+    assert (result.updates, len(result.rows)) == (2, 2)
+    assert "no validation images" in result.notes[0]
+    assert (said, shown) == ([], [])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float64), ("cuda", torch.float64), ("mps", torch.float32)],
+)
+def test_losses_are_summed_in_the_most_precise_dtype_of_a_device(
+    device: str, dtype: torch.dtype
+) -> None:
+    assert engine.precise(torch.device(device)) is dtype
 
 
 class OneOfTwo:
