@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from support.kept_runs import files_of, same, table
 from support.sampled_tables import quick
 from support.small_trainings import (
     command,
@@ -31,7 +31,6 @@ from support.small_trainings import (
     write_images,
 )
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import normswap
 from normswap.errors import NormswapError, OptionError, OutputError, SourceError, TrainingError
@@ -75,44 +74,6 @@ def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def busy() -> nn.Module:
     return network("regularized-skipinit")
-
-
-def kept(out: Path) -> dict[str, Any]:
-    """Everything that a run keeps: two networks, and its state with the average and the optimizer.
-
-    The values are by file and place. A run's position is left out, as a clock has a part in it.
-    """
-    values: dict[str, Any] = {}
-    for name in ("best", "last"):
-        values |= {f"{name} {key}": tensor for key, tensor in weights(out / name).items()}
-
-    state = torch.load(out / "state/run.pt", weights_only=True)
-    parts = {name: state[name] for name in ("model", "ema", "optimizer", "scaler")}
-    for place, value in tree_flatten_with_path(parts)[0]:
-        values[f"state {keystr(place)}"] = value
-    return values
-
-
-def same(one: Path, two: Path) -> bool:
-    """Whether two runs keep the same, to the last bit."""
-    ours = kept(one)
-    theirs = kept(two)
-    assert any("ema" in name for name in ours)
-    assert any("optimizer" in name for name in ours)
-    if ours.keys() != theirs.keys():
-        return False
-    for name, value in ours.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        if not (torch.equal(value, theirs[name]) if is_tensor else value == theirs[name]):
-            return False
-    return True
-
-
-def table(out: Path) -> list[list[str]]:
-    """metrics.csv without what a clock says."""
-    rows = [line.split(",") for line in (out / "metrics.csv").read_text().splitlines()]
-    clock = {rows[0].index("images_per_s"), rows[0].index("seconds")}
-    return [[cell for at, cell in enumerate(row) if at not in clock] for row in rows]
 
 
 class Killed(BaseException):
@@ -187,20 +148,6 @@ def test_a_continued_run_ends_as_the_uninterrupted_one_whatever_it_has(
     assert same(tmp_path / "whole", tmp_path / "cut")
     assert table(tmp_path / "whole") == table(tmp_path / "cut")
     assert files_of(tmp_path / "whole") == files_of(tmp_path / "cut")
-
-
-def files_of(out: Path) -> dict[str, object]:
-    """What all files of a run hold beside its tensors, its state and its table, by path."""
-    found: dict[str, object] = {}
-    for path in out.rglob("*"):
-        name = str(path.relative_to(out))
-        if path.suffix == ".safetensors":
-            # The entries of a header have no order.
-            with safe_open(path, "pt") as file:
-                found[name] = file.metadata()
-        elif path.is_file() and name not in ("state/run.pt", "metrics.csv"):
-            found[name] = path.read_bytes()
-    return found
 
 
 def test_the_scale_of_gradients_in_half_precision_is_continued() -> None:

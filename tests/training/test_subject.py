@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import normswap
 from normswap.errors import OptionError, SourceError
 from normswap.models.preprocessing import data_config
+from normswap.storage import checkpoint
 from normswap.surgery.network import Network
 from normswap.training import recipe_files
-from normswap.training.assembly import begin, converted
+from normswap.training.assembly import Task, accelerator, begin, converted
 from normswap.training.engine import finetune
 from normswap.training.optimizing import find_head
 from normswap.training.recipe import Distill
@@ -82,6 +83,37 @@ def test_what_the_recipe_converts_learns_from_what_it_was(tmp_path: Path) -> Non
         isinstance(module, nn.BatchNorm2d) for module in subject.teacher(Distill()).modules()
     )
     assert not any(isinstance(module, nn.BatchNorm2d) for module in subject.module.modules())
+
+
+@pytest.mark.parametrize("teacher", ["source", "another"])
+def test_a_run_learns_from_labels_and_teacher_as_its_recipe_says(
+    teacher: str, images: Path, tmp_path: Path
+) -> None:
+    """Hinton et al. 2015, beside labels of which a tenth is spread over all ten classes."""
+    distill: dict[str, Any] = {"weight": 0.25, "temperature": 3.0}
+    teaches = network()
+    if teacher == "another":
+        teaches = network("skipinit", alpha=0)
+        distill["teacher"] = str(checkpoint.save(teaches, tmp_path / "teacher"))
+    convert = {"to": "skipinit", "options": {"alpha": 0.5}}
+    plan = recipe(images, convert=convert, distill=distill, train={"smoothing": 0.1})
+    subject = converted(begin(network(), plan), plan, lambda _: None)
+    training = TrainingImages(record(), plan.data, 0, labelled=True)
+    engine = accelerator(plan, "cpu", tmp_path, "none")
+    x = torch.randn(4, 3, 32, 32)
+    labels = torch.tensor([0, 9, 2, 3])
+
+    task = Task(subject, training, plan, engine, validates=False)
+    found = task.objective(task.raw.eval(), x, labels, ("seed",))
+
+    ours = subject.module.eval()(x).double()
+    theirs = teaches(x).double()
+    target = nn.functional.one_hot(labels, 10) * 0.9 + 0.01
+    of_labels = -(target * ours.log_softmax(1)).sum(1).mean()
+    p = (theirs / 3).softmax(1)
+    of_teacher = 9 * (p * (p.log() - (ours / 3).log_softmax(1))).sum(1).mean()
+    expected = 0.75 * of_labels + 0.25 * of_teacher
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_that_a_folded_network_trains_badly_is_said(tmp_path: Path) -> None:

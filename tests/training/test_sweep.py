@@ -11,15 +11,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
 import pytest
-from support.command_line import as_documented, environment
+from support.command_line import MODEL, as_documented, environment
+from support.kept_runs import files_of, same, table
 
 from normswap.cli.app import main
+from normswap.cli.commands import sweep_command
 from normswap.errors import NormswapError, OptionError, SourceError, TrainingError
-from normswap.training import recipe_files, sweep as sweeps
+from normswap.training import engine, recipe_files, sweep as sweeps
+from normswap.training.engine import TrainingRun
 from normswap.training.recipe import Recipe
 from normswap.training.sweep import Point, RunEnd, Sweep, Trial, parse_rates
 
@@ -154,17 +158,25 @@ def test_the_range_of_good_rates_is_what_the_deviation_of_the_best_cannot_tell_a
 
 @pytest.mark.slow
 def test_every_point_is_run_once(tmp_path: Path) -> None:
+    given = ["optim.lr=9", "optim.momentum=0.5", "optim.scalar_lr=0.1", "train.seed=9"]
+    given += ["train.epochs=3", "train.smoothing=0.2", "data.batch_size=16", "distill.weight=0.7"]
+    whole = recipe_files.check(RECIPE.model_dump(), "test", given)
     seen: list[tuple[float, int, str]] = []
+    recipes: list[Recipe] = []
 
     def train(recipe: Recipe, folder: Path) -> RunEnd:
         seen.append((recipe.optim.lr, recipe.train.seed, folder.name))
+        recipes.append(recipe)
         return score(recipe, folder)
 
     said: list[str] = []
-    assert sweep(tmp_path / "s").work(train, progress=said.append)
+    assert sweep(tmp_path / "s", recipe=whole).work(train, progress=said.append)
     assert sorted(seen) == [(lr, seed, f"lr-{lr:g}-seed-{seed}") for lr, seed in GRID]
+    for recipe, (lr, seed, _) in zip(recipes, seen, strict=True):
+        own = [f"optim.lr={lr}", f"train.seed={seed}"]
+        assert recipe == recipe_files.check(whole.model_dump(), "test", own)
     assert said == [f"lr {lr:g}, seed {seed} ({i} of 6)" for i, (lr, seed, _) in enumerate(seen, 1)]
-    again = sweep(tmp_path / "s")
+    again = sweep(tmp_path / "s", recipe=whole)
     assert again.work(lambda recipe, folder: pytest.fail("run again"))
     assert [(one.lr, one.seed, one.state, one.top1) for one in again.trials()] == [
         (lr, seed, "done", 90 - 10 * abs(lr - 0.5) + seed / 10) for lr, seed in GRID
@@ -385,8 +397,6 @@ def test_another_sweep_needs_another_place(
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    from normswap.cli.commands import sweep_command
-
     monkeypatch.setattr(sweep_command, "trainer", lambda *given: score)
 
 
@@ -473,3 +483,148 @@ def test_workers_wait_for_each_other_in_sqlite(tmp_path: Path) -> None:
         pytest.raises(sqlite3.OperationalError, match="locked"),
     ):
         other.execute("BEGIN IMMEDIATE")
+
+
+@pytest.mark.parametrize("model", ["net", None])
+def test_a_run_is_handed_to_the_training_and_its_last_row_counts(
+    model: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    rows: list[dict[str, float | None]] = [
+        {"top1": 90.0, "train_loss": 9.0},
+        {"top1": 55.5, "train_loss": 0.75},
+    ]
+    result = SimpleNamespace(
+        rows=rows, finished=True, model=SimpleNamespace(num_classes=7), validated=41
+    )
+
+    def finetune(source: object, recipe: Recipe, folder: Path, **options: Any) -> Any:
+        given.update(source=source, recipe=recipe, folder=folder, **options)
+        return result
+
+    def shown(_: engine.TrainingProgress) -> None:
+        pass
+
+    monkeypatch.setattr(engine, "finetune", finetune)
+    opening: Any = SimpleNamespace(open=lambda name: f"the network {name}")
+
+    train = sweep_command.trainer(model, opening, "cuda", shown)
+
+    assert train(RECIPE, tmp_path) == RunEnd(55.5, train_loss=0.75, classes=7, images=41)
+    assert given == {
+        "source": "the network net" if model else None,
+        "recipe": RECIPE,
+        "folder": tmp_path,
+        "resume": "auto",
+        "device": "cuda",
+        "track": "none",
+        "progress": shown,
+    }
+    result.finished = False
+    assert train(RECIPE, tmp_path) is None
+    result.finished = True
+    rows[-1] = {"top1": None, "train_loss": 0.5}
+    assert train(RECIPE, tmp_path) is None
+
+
+class Killed(BaseException):
+    """What takes the place of SIGKILL where the process should live on."""
+
+
+def kill_before(update: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a process die when it begins this update, counted over all its runs from 0."""
+    done = itertools.count()
+    update_once = TrainingRun.update
+
+    def dying(self: TrainingRun, batches: Any) -> None:
+        if next(done) == update:
+            raise Killed
+        update_once(self, batches)
+
+    monkeypatch.setattr(TrainingRun, "update", dying)
+
+
+def all_heartbeats_stop(out: Path) -> None:
+    """Make the last sign of life of each worker an old one, instead of waiting for a minute."""
+    with sqlite3.connect(out / "sweep.db") as database:
+        database.execute("UPDATE trial_heartbeats SET heartbeat = '2020-01-01 00:00:00'")
+
+
+def kept_by_sweep(out: Path) -> list[tuple[Any, ...]]:
+    """The runs that have ended, in runs.csv and in the database, without folders and seconds."""
+    with (out / "runs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    columns = ("lr", "seed", "state", "top1", "train_loss", "note")
+    kept: list[tuple[Any, ...]] = [tuple(row[name] for name in columns) for row in rows]
+
+    study = optuna.load_study(study_name=None, storage=f"sqlite:///{out / 'sweep.db'}")
+    for trial in study.get_trials():
+        if trial.state.name == "COMPLETE":
+            notes = {key: value for key, value in trial.user_attrs.items() if key != "folder"}
+            kept.append((*sorted(trial.params.items()), trial.value, notes))
+    return sorted(kept, key=repr)
+
+
+def test_a_run_whose_worker_has_died_is_handed_out_again_and_no_other_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = grid([0.25, 0.5], 1)
+    begun: list[tuple[float, str]] = []
+
+    def dies_in_the_second(recipe: Recipe, folder: Path) -> RunEnd:
+        begun.append((recipe.optim.lr, folder.name))
+        if len(begun) == 2:
+            raise Killed
+        return score(recipe, folder)
+
+    with pytest.raises(Killed):
+        sweep(tmp_path / "s", chosen).work(dies_in_the_second)
+    all_heartbeats_stop(tmp_path / "s")
+    monkeypatch.setattr(sweeps, "time", SimpleNamespace(sleep=lambda _: None))
+    found = sweep(tmp_path / "s", chosen)
+
+    assert found.work(dies_in_the_second)
+
+    first, second = ("lr-0.25-seed-0", "lr-0.5-seed-0")
+    assert begun == [(0.25, first), (0.5, second), (0.5, second)]
+    rows = [(run.lr, run.seed, run.state, run.top1, run.train_loss) for run in found.trials()]
+    assert rows == [(0.25, 0, "done", 87.5, 0.25), (0.5, 0, "done", 90.0, 0.5)]
+    assert [run.folder for run in found.trials()] == [
+        str(tmp_path / "s/runs" / name) for name in (first, second)
+    ]
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_that_is_continued_ends_as_an_uncut_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies in the second update of its second run, which has three."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("summary: For the tests\ndata: {augment: {mixup: 0.2}}\n")
+    command = ["sweep", str(recipe), MODEL, "--lr", "0.001,0.3", "--json", "--device", "cpu"]
+    command += ["data.root=demo", "data.validation=demo", "data.samples=24"]
+    command += ["data.validation_samples=40", "data.batch_size=8", "data.workers=0"]
+    command += ["train.epochs=1", "train.checkpoint=1", "train.ema.decay=0.9"]
+    assert main([*command, "-o", str(tmp_path / "whole")]) == 0
+    uncut = as_documented(capsys.readouterr().out, "sweep")
+
+    with monkeypatch.context() as patch:
+        kill_before(4, patch)
+        with pytest.raises(Killed):
+            main([*command, "-o", str(tmp_path / "cut")])
+    all_heartbeats_stop(tmp_path / "cut")
+    monkeypatch.setattr(sweeps, "time", SimpleNamespace(sleep=lambda _: None))
+    capsys.readouterr()
+    assert main([*command, "-o", str(tmp_path / "cut")]) == 0
+    continued = as_documented(capsys.readouterr().out, "sweep")
+
+    assert [line["best"] for line in uncut["lines"]] == [True, False]
+    assert continued["lines"] == uncut["lines"]
+    assert (continued["notes"], continued["done"]) == (uncut["notes"], True)
+    assert kept_by_sweep(tmp_path / "cut") == kept_by_sweep(tmp_path / "whole")
+    for name in ("lr-0.001-seed-0", "lr-0.3-seed-0"):
+        whole = tmp_path / "whole/runs" / name
+        cut = tmp_path / "cut/runs" / name
+        assert same(whole, cut)
+        assert table(whole) == table(cut)
+        assert files_of(whole) == files_of(cut)

@@ -5,6 +5,7 @@ measured on.
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,11 @@ from torch import nn
 from normswap.analysis.advice import Advice
 from normswap.cli.app import main
 from normswap.cli.commands import advise_command
+from normswap.errors import OptionError
 from normswap.images.accuracy import Evaluation
 from normswap.storage import checkpoint
 from normswap.surgery.network import Network
-from normswap.training import trials
+from normswap.training import assembly, recipe_files, trials
 from normswap.training.assembly import Share
 from normswap.training.trials import TargetTrial, Trials
 
@@ -85,6 +87,107 @@ def test_the_better_half_goes_on_at_its_best_rate_and_ends_in_time(
     assert [trial.advice.scheme for trial in ended] == ["d", "c", "e", "b", "a"]
     assert {trial.lr for trial in ended} == {8e-4}
     assert 120 < clock[0] <= 0.8 * 3 * 60
+
+
+def ended_within(minutes: float, monkeypatch: pytest.MonkeyPatch) -> list[TargetTrial]:
+    """The trials of three targets, of which an update takes 0.1 s, and an evaluation 0.9 s."""
+    clock = [0.0]
+    monkeypatch.setattr(trials.time, "monotonic", lambda: clock[0])
+    tried = Trials.__new__(Trials)
+    tried.__dict__.update(minutes=minutes, begun=0.0, updating=0.1, evaluating=0.9, trials=[])
+    tried.progress = lambda *_: None
+
+    def trial(advice: Advice, lr: float, updates: int) -> TargetTrial:
+        clock[0] += 0.1 * updates + 0.9
+        return ended(advice.target, 0.5, updates=updates, lr=lr)
+
+    monkeypatch.setattr(tried, "_trial", trial)
+    return tried.run([Advice(name, name, "", "", True) for name in "abc"])
+
+
+def test_the_minutes_that_an_error_asks_for_are_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a tenth of a minute."""
+    with pytest.raises(OptionError, match="too short") as caught:
+        ended_within(0.1, monkeypatch)
+    asked = re.search(r"Give minutes=(\S+) or more", str(caught.value))
+    assert asked is not None
+    minutes = float(asked[1])
+
+    assert len(ended_within(minutes, monkeypatch)) == 3
+
+    with pytest.raises(OptionError, match="too short"):
+        ended_within(minutes - 0.1, monkeypatch)
+
+
+def test_only_a_network_with_batchnorm_is_compared_with_batchnorm() -> None:
+    references = trials.references(network())
+
+    assert [advice.target for advice in references] == ["batchnorm", "batchnorm in eval mode"]
+    assert [advice.scheme for advice in references] == ["batchnorm", "batchnorm"]
+    assert trials.references(network("skipinit")) == []
+
+
+class Reached(Exception):
+    """The training has been given all that it needs."""
+
+
+@pytest.mark.parametrize(
+    ("advice", "converts"),
+    [
+        (Advice("batchnorm", "batchnorm", "", "", True), {"convert": None}),
+        (
+            Advice("skipinit", "skipinit --alpha 0.5", "", "", True, {"alpha": 0.5}),
+            {"convert.to": "skipinit", "convert.calibrate": False, "convert.options.alpha": 0.5},
+        ),
+        (
+            Advice("groupnorm", "groupnorm", "", "", False, {"groups": 2, "relative_eps": 0}),
+            {
+                "convert.to": "groupnorm",
+                "convert.calibrate": True,
+                "convert.options.groups": 2,
+                "convert.options.relative_eps": 0,
+            },
+        ),
+    ],
+    ids=lambda each: each.target if isinstance(each, Advice) else "",
+)
+def test_a_trial_trains_by_the_recipe_that_finetune_takes(
+    advice: Advice, converts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 44 images in batches of 8, 30 updates are six epochs, and a tenth of them is warm-up."""
+    given: dict[str, Any] = {}
+
+    def task(*values: Any, **options: Any) -> None:
+        given.update(zip(("subject", "images", "recipe", "engine"), values, strict=True), **options)
+        raise Reached
+
+    monkeypatch.setattr(assembly, "Task", task)
+    source = Network(network())
+    converted = Network(network("skipinit"))
+    images: Any = SimpleNamespace(images=range(44))
+    tried = Trials.__new__(Trials)
+    tried.__dict__.update(source=source, batch_size=8, device="cpu", images=images)
+
+    with pytest.raises(Reached):
+        tried._updated(advice, converted, 0.003, 30)
+
+    keys = recipe_files.flat(given["recipe"])
+    usual = recipe_files.flat(recipe_files.load_recipe("recover_unlabelled"))
+    expected = {name: value for name, value in usual.items() if name != "convert.options"}
+    if advice.scheme == "batchnorm":
+        expected = {name: value for name, value in usual.items() if "convert." not in name}
+    expected |= converts
+    expected |= {"distill.weight": 0.5, "data.batch_size": 8, "optim.lr": 0.003}
+    expected |= {"train.epochs": 6.0, "schedule.warmup": pytest.approx(0.6)}
+    assert keys == expected
+    # The teacher is a copy of the source, and no network of this process is compared or saved.
+    subject = given["subject"]
+    assert subject.network is converted
+    assert subject.source is not source.module
+    torch.testing.assert_close(subject.source.state_dict(), source.module.state_dict())
+    assert given["images"] is images
+    assert given["engine"].device == torch.device("cpu")
+    assert given["validates"] is False
 
 
 def test_a_trial_tells_what_its_network_reached_before_and_after(
