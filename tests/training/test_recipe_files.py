@@ -122,6 +122,17 @@ def test_what_is_dumped_is_read_again(tmp_path: Path, value: object) -> None:
     assert type(again.convert.options["y"]) is type(value)
 
 
+def test_a_date_is_read_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "dated.yaml"
+    file.write_text("summary: 2026-01-31\nconvert: {to: x, options: {since: 2025-02-28}}\n")
+
+    recipe = recipe_files.load_recipe(file)
+
+    assert recipe.summary == "2026-01-31"
+    assert recipe.convert is not None
+    assert recipe.convert.options == {"since": "2025-02-28"}
+
+
 def test_overrides_are_yaml_and_make_the_groups_they_need(file: Path) -> None:
     given = [
         "optim.lr=0.05",

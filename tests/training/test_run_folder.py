@@ -14,11 +14,11 @@ import pytest
 import torch
 from support.small_trainings import made, network, recipe, train, weights, write_images
 
-from normswap.errors import LeftBehindNote, OutputError
+from normswap.errors import LeftBehindNote, OptionError, OutputError
 from normswap.training import recipe_files
 from normswap.training.engine import TrainingProgress
 from normswap.training.recipe import Recipe
-from normswap.training.run_folder import COLUMNS, Folder
+from normswap.training.run_folder import COLUMNS, Folder, State, TrainingState, identify
 
 SHORT = {"train": {"epochs": 1}}
 # A run makes its folder, and calls these, until it has written its first state.
@@ -305,3 +305,50 @@ def everything(folder: Path) -> dict[str, bytes | None]:
     for path in folder.rglob("*"):
         found[str(path.relative_to(folder))] = path.read_bytes() if path.is_file() else None
     return found
+
+
+def state_folder(out: Path) -> Folder:
+    """A run's folder in which a state can be written."""
+    folder = Folder(out, identify(network(), recipe("images"), "digest"))
+    folder.state.parent.mkdir(parents=True)
+    return folder
+
+
+POSITION = TrainingState(
+    update=7,
+    rows=[{"epoch": 1.0, "top1": None}],
+    loss=1.5,
+    seconds=2.5,
+    best=-3.0,
+    best_epoch=0.5,
+)
+PARTS: State = {
+    "model": {"weight": torch.tensor([1.0, 2.0])},
+    "ema": {"weight": torch.tensor([3.0, 4.0])},
+    "optimizer": {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]},
+    "scaler": {"scale": 8.0},
+}
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = state_folder(tmp_path / "run")
+
+    folder.write_state(POSITION, PARTS)
+    position, parts = Folder(folder.place, folder.identity).read_state()
+
+    assert position == POSITION
+    torch.testing.assert_close(parts, PARTS, rtol=0, atol=0)
+
+
+def test_a_state_that_knew_fewer_keys_had_their_defaults(tmp_path: Path) -> None:
+    folder = state_folder(tmp_path / "run")
+    whole = dict(folder.identity)
+    for key in ("train.bce", "schedule.by_epoch", "data.augment.mixup_switch"):
+        del folder.identity[key]
+    folder.write_state(POSITION, PARTS)
+
+    position, _ = Folder(folder.place, whole).read_state()
+
+    assert position == POSITION
+    with pytest.raises(OptionError, match=r"train\.bce was False, is True"):
+        Folder(folder.place, {**whole, "train.bce": True}).read_state()
