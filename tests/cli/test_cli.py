@@ -26,7 +26,8 @@ from normswap.cli import commands, progress, tables
 from normswap.cli.app import load, main
 from normswap.cli.commands import recalibrate_command, schemes_command
 from normswap.cli.commands.export_command import Written
-from normswap.cli.options import last_part, parse
+from normswap.cli.options import Opening, last_part, parse
+from normswap.errors import OptionError
 from normswap.exporting.settings import FileSettings
 from normswap.storage import checkpoint
 from normswap.training import recipe_files
@@ -295,6 +296,12 @@ def test_a_scope_is_shown_without_brackets(capfd: Capture) -> None:
 )
 def test_values_of_arch_arg(text: str, value: Any) -> None:
     assert parse(text) == value
+
+
+@pytest.mark.parametrize("text", ["channels", "=3", "1st=3", "two words=3"])
+def test_an_arch_arg_that_names_no_argument_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=f"--arch-arg '{text}' is not KEY=VALUE"):
+        Opening(arch_arg=["a=1", text]).arch_args()
 
 
 @pytest.mark.parametrize(

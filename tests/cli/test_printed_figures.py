@@ -9,9 +9,11 @@ from support.command_line import Capture
 
 from normswap.cli import tables
 from normswap.cli.commands import (
+    advise_command,
     decay_command,
     evaluate_command,
     inspect_command,
+    push_command,
     spp_command,
     sweep_command,
     verify_command,
@@ -41,6 +43,28 @@ ON_IMAGES: dict[str, Any] = {
     "result": 59.871,
     "relative_l2": 0.01234,
     "agreement": 0.93214,
+}
+# An exported file, with what was measured when it was written.
+OF_FILE: dict[str, Any] = {
+    "source": "net.onnx",
+    "bytes": 2_345_678,
+    "format": "onnx",
+    "nodes": {"Conv": 5, "Relu": 3},
+    "metadata": {"architecture": "resnet18", "source": "net", "dtype": "fp16"},
+    "sidecar": {
+        "mean": [0.485, 0.456, 0.406],
+        "checked": {
+            "relative_l2": 0.01234,
+            "tolerance": 0.25,
+            "count": 421,
+            "inputs": "images of demo",
+            "agreement": 0.9,
+            "answers": 500,
+            "unit": "maps",
+            "source_top1": 61.234,
+            "top1": 59.871,
+        },
+    },
 }
 DECAY: dict[str, Any] = {"source": "net", "policy": "timm", "frozen": 7, "roles": []}
 FACTS: dict[str, tuple[Callable[..., None], Mapping[str, Any], dict[str, str]]] = {
@@ -72,6 +96,20 @@ FACTS: dict[str, tuple[Callable[..., None], Mapping[str, Any], dict[str, str]]] 
         verify_command._print_data,
         {"count": 421, "relative_l2": 0.01234, "agreement": None},
         {"images": "421", "relative L2": "1.2e-02"},
+    ),
+    "inspect, of a file": (
+        tables.print_file,
+        OF_FILE,
+        {
+            "file": "net.onnx (2.3 MB)",
+            "format": "onnx",
+            "operators": "8: 5 Conv, 3 Relu",
+            "made from": "resnet18 net",
+            "mean": "0.485 0.456 0.406",
+            "checked": "relative L2 1.2e-02, allowed 2.5e-01; 421 samples, images of demo",
+            "agreement": "450 of 500 maps of 421 images (images of demo)",
+            "top-1": "61.23 % -> 59.87 % (-1.36 points), on 421 images",
+        },
     ),
     "decay": (
         decay_command._print,
@@ -163,6 +201,72 @@ def test_rows_of_tables_have_the_figures_of_their_columns(capfd: Capture) -> Non
     assert row[6:] == ("3%", "17%", "into conv1")
     ((*_, refused),) = inspect_command._norm_rows([{**norm, "refused": "no statistics"}])
     assert refused == "refused: no statistics"
+
+
+def test_tops_that_were_reached_elsewhere_are_explained_if_one_is_shown(capfd: Capture) -> None:
+    targets = [
+        {"target": "skipinit", "exact": True, "why": "scalars"},
+        {"target": "groupnorm", "exact": False, "why": "groups"},
+    ]
+    elsewhere = {"ended": {"skipinit": "93.4"}, "task": "CIFAR-10"}
+
+    advise_command._print_targets(targets, elsewhere)
+    some = printed(capfd)
+    advise_command._print_targets(targets, {**elsewhere, "ended": {}})
+    none = printed(capfd)
+
+    assert cells(some, "skipinit") == ["skipinit", "kept", "93.4", "scalars"]
+    assert cells(some, "groupnorm") == ["groupnorm", "approximate", "groups"]
+    assert "CIFAR-10" in some[-1]
+    assert cells(none, "skipinit") == ["skipinit", "kept", "scalars"]
+    assert not any("CIFAR-10" in line for line in none)
+
+
+def test_a_long_cell_is_shown_whole_in_a_narrow_terminal(
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    path = "backbone." + "layer1.block7." * 6 + "norm"
+
+    tables.table("", ("path", "n"), [(path, 12)], right=("n",))
+
+    rows = printed(capfd)[2:]
+    assert "".join(row[:34].strip().removesuffix(" 12").strip() for row in rows) == path
+
+
+def test_of_many_warnings_about_a_proof_five_are_printed_and_the_others_counted(
+    capfd: Capture,
+) -> None:
+    error = {"precision": "float32", "size": (3, 8, 8), "relative_l2": 0.5, "largest": 1.0}
+    report = {
+        "exact": False,
+        "inputs": "noise",
+        "logits": [{**error, "answer": "", "axis": 1}],
+        "remarks": [f"remark {number}" for number in range(7)],
+    }
+
+    tables.print_proof(report)
+
+    warnings = [line for line in printed(capfd) if line.startswith("warning: ")]
+    assert warnings[:5] == [f"warning: remark {number}" for number in range(5)]
+    assert warnings[5:] == ["warning: ... and 2 more"]
+
+
+@pytest.mark.parametrize(
+    ("alone", "call"),
+    [(True, 'timm.create_model("hf-hub:me/net", pretrained=True)'), (False, "MODEL hf-hub:me/net")],
+)
+def test_a_pushed_network_is_named_as_it_is_loaded(alone: bool, call: str, capfd: Capture) -> None:
+    body = {"files": ["a", "b"], "url": "https://hub/me/net", "repo": "me/net", "alone": alone}
+
+    push_command._print(body)
+
+    *lines, last = printed(capfd)
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["pushed", "a, b"],
+        ["to", "https://hub/me/net"],
+    ]
+    assert call in last
 
 
 @pytest.mark.parametrize(
