@@ -4,17 +4,21 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.command_line import MODEL, Capture, run_json
-from torch import Tensor
+from torch import Tensor, nn
 
 from normswap.benchmarking import timing
 from normswap.benchmarking.timing import Contender
 from normswap.cli.app import main
-from normswap.errors import RefusedError
+from normswap.cli.commands import bench_command
+from normswap.cli.options import Opening
+from normswap.errors import OptionError, RefusedError
+from normswap.storage import checkpoint
 from normswap.surgery import conversion
 
 SMALL = (
@@ -235,3 +239,97 @@ class Own(nn.Module):
 def test_on_a_gpu(capfd: Capture) -> None:
     rows = bench(capfd, *SMALL, *SIZE, "--batch-size", "1,16", "--device", "cuda")["rows"]
     assert [row["status"] for row in rows] == ["ok"] * 4
+
+
+def exported(name: str, side: int = 16, *, softmax: bool = False) -> Any:
+    """An exported file of a network whose images have this side, which takes pixels."""
+    settings = SimpleNamespace(softmax=softmax)
+    return SimpleNamespace(
+        file=Path(name),
+        form=SimpleNamespace(name="onnx"),
+        shape=(None, (3, side, side + 8)),
+        precision="fp16",
+        network=nn.Identity,
+        request=lambda _: SimpleNamespace(raw=pixels, settings=settings),
+    )
+
+
+def pixels(images: Tensor) -> Tensor:
+    return images * 255
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_a_file_is_given_its_own_input_and_compared_with_its_own_answers(softmax: bool) -> None:
+    logits = torch.randn(2, 5)
+
+    found = bench_command._file_contender(exported("a.onnx", softmax=softmax), nn.Identity())
+    alone = bench_command._file_contender(exported("a.onnx", softmax=softmax), None)
+
+    assert (found.form, found.runtime, found.precision) == ("a.onnx", "onnx", "fp16")
+    assert found.prepare is pixels
+    expected = logits.softmax(-1).log() if softmax else logits
+    torch.testing.assert_close(found.expected(logits), expected)
+    assert alone.prepare(logits) is logits
+    assert alone.expected(logits) is logits
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], torch.Size]]:
+    """What would be timed: the forms of all contenders, and the size of the images."""
+    calls: list[tuple[list[str], torch.Size]] = []
+
+    def note(contenders: list[Contender], images: Tensor, **_: object) -> list[Any]:
+        calls.append(([each.form for each in contenders], images.shape))
+        return []
+
+    monkeypatch.setattr(timing, "run", note)
+    return calls
+
+
+def test_files_without_their_network_are_timed_on_images_of_the_first(
+    timed: list[tuple[list[str], torch.Size]],
+    here: Path,
+    capfd: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sides = {"a.onnx": 16, "b.onnx": 16, "other.onnx": 24}
+    for name in sides:
+        (here / name).touch()
+    monkeypatch.setattr(bench_command, "exported_file", lambda name: exported(name, sides[name]))
+
+    assert main(["bench", "a.onnx", "b.onnx", "--batch-size", "2,3"]) == 0
+
+    forms = ["a.onnx", "b.onnx"]
+    assert timed == [(forms, (2, 3, 16, 24)), (forms, (3, 3, 16, 24))]
+    assert capfd.readouterr().out.splitlines()[-1] == "next: normswap evaluate a.onnx --data IMAGES"
+    with pytest.raises(OptionError, match=r"other\.onnx takes images of 3x24x32"):
+        bench_command._contenders("a.onnx", ["other.onnx"], Opening(), CPU)
+
+
+def test_a_network_is_timed_with_its_folded_copy_and_exported_next(
+    timed: list[tuple[list[str], torch.Size]], capfd: Capture
+) -> None:
+    assert main(["bench", MODEL, "--batch-size", "4"]) == 0
+
+    assert timed == [(["original", "folded"], (4, 3, 64, 64))]
+    assert capfd.readouterr().out.splitlines()[-1] == (
+        f"next: normswap export {MODEL} -o FILE.onnx"
+    )
+
+
+@pytest.mark.parametrize(("weights", "gamma"), [("random", 1.0), ("pretrained", 0.0)])
+def test_branches_of_an_untrained_network_are_switched_on(
+    weights: str, gamma: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a trained one stay: a branch that was trained to nothing is what it computes."""
+    model: Any = checkpoint.open_model("demo")
+    for name, parameter in model.named_parameters():
+        if name.endswith("bn2.weight"):
+            nn.init.zeros_(parameter)
+    monkeypatch.setattr(Opening, "open", lambda *_, **__: model)
+
+    opened, _, _ = bench_command._networks("net", Opening(weights=weights), CPU)
+
+    for name, parameter in opened.named_parameters():
+        if name.endswith("bn2.weight"):
+            assert torch.equal(parameter, torch.full_like(parameter, gamma)), name

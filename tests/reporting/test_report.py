@@ -171,6 +171,34 @@ def test_the_page_shows_the_largest_error_of_each_precision(exact: bool, turn: i
     }
 
 
+@pytest.mark.parametrize(
+    ("accuracy", "expected"),
+    [
+        (
+            {"result": 59.871, "source": 61.234, "agreement": 0.93214, "count": 1421},
+            {
+                "top-1": ("59.87 %", "1,421 images"),
+                "top-1 of the source": ("61.23 %", "1,421 images"),
+                "same answers": ("93.21 %", "1,421 images"),
+            },
+        ),
+        ({"result": 59.871, "count": 7}, {"top-1": ("59.87 %", "7 images")}),
+        (
+            {"relative_l2": 0.01234, "agreement": None, "count": 7},
+            {"relative L2": ("1.2e-02", "7 images")},
+        ),
+    ],
+)
+def test_the_page_shows_what_was_measured_on_images(
+    accuracy: dict[str, Any], expected: dict[str, tuple[str, str]]
+) -> None:
+    of_all = tiles(page.render(FACTS))
+
+    found = tiles(page.render(replace(FACTS, accuracy=accuracy)))
+
+    assert found == {**of_all, **expected}
+
+
 def tiles(text: str) -> dict[str, tuple[str, str]]:
     """The boxes at the top of a page: name, value, and the line below."""
     pattern = "<dt>(.*?)</dt><dd>(.*?)<small>(.*?)</small></dd>"
@@ -294,6 +322,63 @@ def test_accuracy_on_data(made: dict[str, Reported], tmp_path: Path, undrawn: No
     assert "top-1" in text
     assert "<small>10 images</small>" in text
     assert "the first 10 images" in text
+
+
+def test_the_command_hands_on_where_and_how_networks_are_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loader of images reads labels if there are any."""
+    given: list[tuple[object, ...]] = []
+
+    def collect(directory: Path, images: Any, *, device: str, trust_factory: bool) -> Facts:
+        given.append((directory, device, trust_factory))
+        given.append((images.func.__self__.data, images.keywords))
+        return FACTS
+
+    monkeypatch.setattr(report, "collect", collect)
+    folder = tmp_path / "net"
+    folder.mkdir()
+    out = tmp_path / "page.html"
+    words = ["--device", "auto", "--trust-factory", "--data", "demo", "-o", str(out)]
+
+    assert main(["report", str(folder), *words]) == 0
+
+    assert given == [(folder, "auto", True), ("demo", {"labelled": None})]
+    written, command = capsys.readouterr().out.splitlines()
+    assert f"written to {out}" in written
+    assert command == f"next: normswap push {folder} OWNER/NAME --trust-factory"
+    assert out.read_text() == page.render(FACTS)
+
+
+UNKNOWN = {"scheme": "nobody-has-it", "options": {}}
+EXACT = {"scheme": "folded", "options": {}}
+FITTED = {"scheme": "groupnorm", "options": {}}
+
+
+@pytest.mark.parametrize(
+    ("claims", "steps", "is_exact"),
+    [
+        (True, (EXACT,), True),
+        (True, (EXACT, UNKNOWN), True),
+        (True, (FITTED, EXACT), False),
+        (False, (EXACT,), False),
+        (False, (UNKNOWN,), False),
+        (None, (EXACT,), False),
+    ],
+)
+def test_a_result_is_exact_if_its_report_and_all_steps_that_are_known_say_so(
+    claims: bool | None, steps: tuple[dict[str, Any], ...], is_exact: bool
+) -> None:
+    stored = None if claims is None else Report(claims, True, "noise", ())
+
+    assert replace(FACTS, report=stored, steps=steps).is_exact is is_exact
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, ""), (0.0, "0 %"), (0.98765, "98.77 %"), (1.0, "100 %")]
+)
+def test_a_share_is_written_in_percent(value: float | None, text: str) -> None:
+    assert page.share(value) == text
 
 
 def test_html_is_balanced_and_loads_nothing(case: Reported) -> None:
@@ -559,3 +644,16 @@ def test_the_rest_works(tmp_path: Path) -> None:
         f"from normswap.cli.app import main; sys.exit(max(main(one) for one in {words}))", tmp_path
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_error_of_a_single_block_stands_beside_what_its_precision_allows(
+    drawn: list[Any],
+) -> None:
+    block = Error("layer1", "float32", (2, 3, 8, 8), 3e-6, 1.0)
+    tolerance = {"float64": 1e-12, "float32": 1e-5}
+
+    figures.sites(FACTS, Report(True, True, "noise", (), sites=(block,), tolerance=tolerance))
+
+    measured, allowed = drawn[0].get_lines()
+    assert (list(measured.get_xdata()), list(measured.get_ydata())) == ([1], [3e-6])
+    assert set(allowed.get_ydata()) == {1e-5}
