@@ -203,7 +203,9 @@ class Folded(PlannedLayer):
                 norms_after.append((module, absorption.channels))
             elif absorption.way is AbsorbMode.BEFORE:
                 takes_before = True
-        if len(norms_after) > 1 or takes_before:
+        if takes_before:
+            raise RefusedError("cannot unfold", "it took in a norm before it")
+        if len(norms_after) > 1:
             raise RefusedError("cannot unfold", "it took in more than one norm")
 
         # Folding a weight of ones gives the factor of each weight.

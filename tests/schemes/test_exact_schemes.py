@@ -2,6 +2,7 @@
 NF networks.
 """
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from support.narrow_networks import applied, skeleton, source
 from support.tiny_modules import ONE, conv, net
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torchvision.ops.misc import FrozenBatchNorm2d
 
 import normswap
+from normswap.errors import RefusedError
 from normswap.layers import frozen_norm, reparametrized, scalars
 from normswap.layers.channelwise import ChannelAffine, ChannelBias
 from normswap.layers.scalars import Scale
@@ -259,3 +262,58 @@ def test_fixup_puts_one_scalar_bias_before_every_activation(arch: str) -> None:
     ]
     assert len(per_channel) == (17 if arch == "resnetv2_50" else 0)
     assert len(before) + len(after_sums) + len(per_channel) == activations
+
+
+# The norms before and behind a convolution, and why what it has learned cannot go back to them.
+UNFOLDABLE = {
+    "one before": (1, 0, "a norm before it"),
+    "one on either side": (1, 1, "a norm before it"),
+    "two behind": (0, 2, "more than one norm"),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLDABLE)
+def test_what_was_learned_goes_back_to_one_norm_behind_the_layer_only(name: str) -> None:
+    before, behind, why = UNFOLDABLE[name]
+    layers: list[nn.Module] = [nn.Conv2d(4, 4, 1), nn.ReLU()]
+    layers += [nn.BatchNorm2d(4) for _ in range(before)]
+    layers.append(nn.Conv2d(4, 6, 3))
+    layers += [nn.BatchNorm2d(6) for _ in range(behind)]
+    # No norm folds forward into the last linear layer, the classifier.
+    layers += [nn.ReLU(), nn.Conv2d(6, 3, 1)]
+    x = torch.randn(4, 4, 9, 9, dtype=torch.float64)
+    model = lived_in(nn.Sequential(*layers), x)
+    folded = normswap.convert(model, "folded", inputs=x).model
+    with torch.no_grad():
+        for parameter in folded.parameters():
+            parameter.mul_(1.5)
+
+    with pytest.raises(RefusedError, match=why):
+        normswap.convert(folded, "unfold", inputs=x, like=model)
+
+
+def test_a_frozen_norm_stays_and_is_said_to_be_frozen_already() -> None:
+    layers = [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 5, 3), FrozenBatchNorm2d(5)]
+    model = lived_in(nn.Sequential(*layers), torch.randn(4, 4, 9, 9))
+
+    planned, builder = step(model, "frozen-bn")
+
+    assert [edit.path for edit in planned.edits] == ["1"]
+    outcomes = {path: str(outcome) for path, outcome in builder.outcomes.items()}
+    assert outcomes == {"1": "frozen", "3": "frozen already"}
+
+
+@pytest.mark.parametrize(
+    ("relative_eps", "figures"), [(0.25, ["0.25", "20%", "80%"]), (3, ["3", "75%", "25%"])]
+)
+def test_the_note_on_eps_says_its_share_and_what_it_removes(
+    relative_eps: float, figures: list[str]
+) -> None:
+    """Of variance + eps, eps is the share r / (1 + r), for an eps of r times the variance."""
+    layers = [nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    model = lived_in(nn.Sequential(*layers), torch.randn(4, 4, 9, 9))
+
+    _, builder = step(model, "groupnorm", relative_eps=relative_eps)
+
+    (note,) = [note for note in builder.notes if "the mean variance" in note]
+    assert re.findall(r"[\d.]+%?", note)[:3] == figures
