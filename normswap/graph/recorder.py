@@ -380,8 +380,9 @@ class Recorder(TorchFunctionMode):
         or has no mark, so that its origin is unknown. It does not if the tensor was made in forward
         without the input, such as the result of `torch.arange`.
         """
-        if id(tensor) in self.named or id(tensor) in self._known:
+        if id(tensor) in self._known:
             return True
+        # A parameter or buffer has no mark.
         mark = self._mark_of(tensor)
         # A tensor that was made without the input may have been overwritten with computed values.
         return mark is None or mark.node is not None or self._is_rewritten(tensor, mark)

@@ -78,17 +78,16 @@ class SpectralNorm(PlannedLayer):
             fold_options: The options of `folded`.
         """
         new = folded(old, reads, like=like, **fold_options)
-        filter_dim = _filter_dim(new)
         weight = new.weight.detach().clone()
 
         # A weight of zeros would make V and sigma(V) zero, and V / sigma(V) undefined. V then gets
         # nonzero filters (`_direction`), and alpha = 0 keeps W zero.
         is_zero = (weight == 0).all()
-        new.weight.copy_(_direction(old, weight, is_zero, filter_dim))
+        new.weight.copy_(_direction(old, weight, is_zero, _filter_dim(new)))
         # sigma(V) is found by power iteration from random vectors. The fixed seed makes them the
         # same whenever a plan is carried out.
         with seeded(weight.device):
-            parametrizations.spectral_norm(new, dim=filter_dim)
+            parametrizations.spectral_norm(new)
 
         # sigma(V) = u' V v, with the left and right singular vectors u and v that the power
         # iteration has found. alpha = sigma(V) makes alpha V / sigma(V) equal to W.
