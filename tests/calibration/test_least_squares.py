@@ -677,3 +677,14 @@ def test_leaves_are_as_large_as_the_images_that_are_given(
     on_leaves(model, size)
 
     assert {*map(tuple, shown)} == {(3, 72, 72) if size == (3, 64, 64) else size}
+
+
+@pytest.mark.parametrize("width", [3, least_squares._WIDE, 2 * least_squares._WIDE])
+def test_products_of_rows_stay_on_the_rows_device(width: int) -> None:
+    """NumPy, which is faster for wide rows, knows the CPU alone."""
+    rows = torch.empty(2, 1, 5, width, device="meta")
+
+    squared = least_squares._squared(rows)
+
+    assert squared.device == rows.device
+    assert squared.shape == (2, 1, width, width)

@@ -242,3 +242,18 @@ def test_too_few_images_are_refused_by_their_own_sampling_error() -> None:
     ):
         recalibrate(flat, [few], input_size=SIZE)
     assert "14 images" in recalibrate(flat, [many], input_size=SIZE).notes[0]
+
+
+@pytest.mark.parametrize("flat", [2, 3])
+def test_the_median_channel_decides_whether_the_images_are_enough(flat: int) -> None:
+    """Of five channels, some have one value per image: their error is 1 deviation, of 2 images."""
+    torch.manual_seed(0)
+    images = torch.randn(2, 5, 32, 32)
+    images[:, :flat] = torch.tensor([1.0, -1.0]).view(2, 1, 1, 1)
+    model = nn.Sequential(nn.BatchNorm2d(5), nn.Conv2d(5, 3, 3)).eval()
+
+    if flat == 2:
+        assert "2 images" in recalibrate(model, [images], input_size=(5, 32, 32)).notes[0]
+    else:
+        with pytest.raises(SourceError, match=r"at 0 .* 1\.00 deviations"):
+            recalibrate(model, [images], input_size=(5, 32, 32))

@@ -296,12 +296,24 @@ def test_a_layer_without_a_bias_is_fitted_without_one(monkeypatch: pytest.Monkey
     assert np.allclose(ours.conv.weight.detach()[:, :, 0, 0].numpy(), wanted, atol=1e-6)
 
 
+def zero_sum_fit(x: Array, y: Array) -> tuple[Array, Array]:
+    """W and b of y = W x + b, where each row of W sums to zero: by Lagrange's conditions."""
+    around = x - x.mean(0)
+    ones = np.ones((x.shape[1], 1))
+    system = np.block([[around.T @ around, ones], [ones.T, np.zeros((1, 1))]])
+    right = np.vstack([around.T @ (y - y.mean(0)), np.zeros((1, y.shape[1]))])
+    weight = np.linalg.solve(system, right)[:-1].T
+    return weight, y.mean(0) - weight @ x.mean(0)
+
+
+@pytest.mark.parametrize("groups", [1, 2, CHANNELS])
 def test_filters_that_sum_to_zero_are_numpys_constrained_least_squares(
-    monkeypatch: pytest.MonkeyPatch,
+    groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a ridge, the factors by which the inputs were scaled change nothing."""
     monkeypatch.setattr(least_squares, "RIDGES", (1e-12,))
     theirs: Any = source(skip=False, relu=False)
+    theirs.conv = nn.Conv2d(CHANNELS, CHANNELS, 1, groups=groups).double()
     ours: Any = copy.deepcopy(theirs)
     with torch.no_grad():
         ours.before.bias.add_(0.7)
@@ -317,14 +329,12 @@ def test_filters_that_sum_to_zero_are_numpys_constrained_least_squares(
         zero_sum=lambda path, module: factors,
     )
 
-    # The Lagrange conditions of least squares where the weights of a filter sum to zero.
-    around = x - x.mean(0)
-    ones = np.ones((CHANNELS, 1))
-    system = np.block([[around.T @ around, ones], [ones.T, np.zeros((1, 1))]])
-    right = np.vstack([around.T @ (y - y.mean(0)), np.zeros((1, CHANNELS))])
-    weight = np.linalg.solve(system, right)[:CHANNELS].T
-    assert np.allclose(ours.conv.weight.detach()[:, :, 0, 0].numpy(), weight, atol=1e-6)
-    assert np.allclose(ours.conv.bias.detach().numpy(), y.mean(0) - weight @ x.mean(0), atol=1e-6)
+    # Each group reads channels of its own, and writes as many.
+    for channels in np.split(np.arange(CHANNELS), groups):
+        weight, bias = zero_sum_fit(x[:, channels], y[:, channels])
+        found = ours.conv.weight.detach()[channels, :, 0, 0].numpy()
+        assert np.allclose(found, weight, atol=1e-6)
+        assert np.allclose(ours.conv.bias.detach()[channels].numpy(), bias, atol=1e-6)
 
 
 @pytest.mark.slow

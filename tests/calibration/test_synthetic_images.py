@@ -121,3 +121,13 @@ def test_they_are_refused_before_they_are_made(
     model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
     with pytest.raises(OptionError, match=message):
         conversion.convert(model, to, input_size=(3, 9, 9), calibrate="synthetic")
+
+
+def test_leaves_that_were_written_to_are_drawn_afresh() -> None:
+    """They are cached, and a network may write into its images."""
+    first = synthetic_images.leaves(2, (3, 12, 10), seed=5)
+    kept = first.clone()
+
+    first.zero_()
+
+    assert torch.equal(synthetic_images.leaves(2, (3, 12, 10), seed=5), kept)

@@ -12,6 +12,9 @@ from support.model_sources import SMALL_IMAGES
 from torch import Tensor, nn
 
 import normswap
+from normswap.layers.channelwise import ChannelAffine, ChannelBias
+from normswap.layers.dynamic_tanh import DynamicTanh
+from normswap.layers.scalars import ScalarBias, Scale
 from normswap.schemes.catalogue import TARGETS
 
 KEEPING: dict[str, dict[str, Any]] = {
@@ -54,3 +57,24 @@ def test_no_layer_makes_float32_of_bf16(network: nn.Module, scheme: str) -> None
     answers.float().square().mean().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     assert {grad.dtype for grad in gradients if grad is not None} <= {torch.float32}
+
+
+NUMBERS = torch.linspace(0.5, 2, 4)
+LAYERS: dict[str, nn.Module] = {
+    "scale and shift": ChannelAffine(NUMBERS, -NUMBERS),
+    "sign and shift": ChannelBias(NUMBERS, torch.tensor([1.0, -1.0, 0.0, 1.0])),
+    "tanh": DynamicTanh(NUMBERS, -NUMBERS, 0.3),
+    "scalar": Scale(0.3, bias=True),
+    "scalar bias": ScalarBias(torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("shape", [(3, 4), (3, 4, 5, 6)], ids=["rows", "maps"])
+def test_a_layers_numbers_take_the_dtype_of_its_input(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+
+    output = LAYERS[name](x.bfloat16())
+
+    assert output.dtype == torch.bfloat16
+    assert torch.allclose(output.float(), LAYERS[name](x), rtol=0.03, atol=0.03)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-from support.lived_in_networks import lived_in
+import torch.nn.functional as F
+from support.lived_in_networks import distance, lived_in, run
+from timm import layers as timm_layers
 from timm.layers import BatchNormAct2d, unfreeze_batch_norm_2d
+from timm.layers.std_conv import ScaledStdConv2dSame, StdConv2dSame
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
@@ -28,6 +31,35 @@ def _network(arch: str) -> nn.Module:
     torch.manual_seed(0)
     narrow = timm.create_model(arch, channels=(8, 8, 8, 8), num_classes=3)
     return lived_in(narrow, IMAGES.double()).float()
+
+
+class WithoutWidth(nn.Module):
+    """A BatchNorm of one's own, which does not say how many channels it has."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, channels))
+        self.bias = nn.Parameter(torch.linspace(-1, 1, channels))
+        self.register_buffer("running_mean", torch.linspace(1, -1, channels))
+        self.register_buffer("running_var", torch.linspace(2, 0.5, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        moments = (self.running_mean, self.running_var)
+        return F.batch_norm(x, *moments, self.weight, self.bias, self.training)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, BatchNormAct2d, WithoutWidth])
+def test_timm_thaws_a_frozen_norm_that_was_of_any_class(kind: type[nn.Module]) -> None:
+    x = torch.randn(4, 4, 9, 9, dtype=torch.float64)
+    layers = [nn.Conv2d(4, 6, 3), kind(6), nn.Conv2d(6, 5, 3)]
+    network = lived_in(nn.Sequential(*layers), x)
+    frozen = normswap.convert(network, "frozen-bn", inputs=x).model
+
+    thawed: Any = unfreeze_batch_norm_2d(copy.deepcopy(frozen))
+
+    assert isinstance(thawed[1], BatchNormAct2d if kind is BatchNormAct2d else nn.BatchNorm2d)
+    assert thawed[1].num_features == 6
+    assert distance(run(network, x), run(thawed, x)) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -150,27 +182,57 @@ def test_a_forward_may_read_widths_of_layers_that_are_gone(scheme: str) -> None:
     assert result.model.bn1.num_features == source.bn1.num_features
 
 
-PARAMETRIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "weight norm": parametrizations.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
+SETTINGS: dict[str, Any] = {"stride": 2, "groups": 2, "bias": True}
+# Layers whose weight is computed in each forward, and the plain class that has the same settings.
+COMPUTED: dict[str, tuple[Callable[[], Any], type[nn.Conv2d], dict[str, int]]] = {
+    "weight norm": (
+        lambda: parametrizations.weight_norm(nn.Conv2d(4, 6, 3, padding=1, **SETTINGS)),
+        nn.Conv2d,
+        {"padding": 1},
+    ),
+    "spectral norm": (
+        lambda: parametrizations.spectral_norm(nn.Conv2d(4, 6, 3, padding=1, **SETTINGS)),
+        nn.Conv2d,
+        {"padding": 1},
+    ),
+    "standardized": (
+        lambda: timm_layers.StdConv2d(4, 6, 3, padding=1, **SETTINGS),
+        nn.Conv2d,
+        {"padding": 1},
+    ),
+    "standardized, padded to the right": (
+        lambda: StdConv2dSame(4, 6, 3, **SETTINGS),
+        timm_layers.Conv2dSame,
+        {},
+    ),
+    "scaled and standardized": (
+        lambda: timm_layers.ScaledStdConv2d(4, 6, 3, padding=1, **SETTINGS),
+        nn.Conv2d,
+        {"padding": 1},
+    ),
+    "scaled, standardized, padded to the right": (
+        lambda: ScaledStdConv2dSame(4, 6, 3, **SETTINGS),
+        timm_layers.Conv2dSame,
+        {},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", PARAMETRIZED)
-def test_a_baked_layer_is_one_that_torch_has_just_made(name: str) -> None:
-    """It has the class, the settings and the hooks of a layer that never was parametrized."""
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_baked_layer_is_one_that_has_just_been_made(name: str) -> None:
+    """It has the class, the settings and the hooks of a layer that never computed its weight."""
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"stride": 2, "padding": 1, "groups": 2, "bias": False}
-    layer: Any = PARAMETRIZED[name](nn.Conv2d(4, 6, (3, 5), **settings))
+    make, kind, padding = COMPUTED[name]
+    layer = make().double().eval()
 
     baked: Any = reparametrized.plain(layer)
 
-    fresh = nn.Conv2d(4, 6, (3, 5), **settings).eval()
-    assert type(baked) is nn.Conv2d
+    fresh = kind(4, 6, 3, **SETTINGS, **padding).eval()
+    assert type(baked) is kind
     told = {key: value for key, value in vars(baked).items() if key != "_parameters"}
     assert told == {key: value for key, value in vars(fresh).items() if key != "_parameters"}
-    assert baked.bias is None
-    assert torch.allclose(baked.weight, layer.eval().weight.double(), atol=1e-7)
+    x = torch.randn(2, 4, 8, 7, dtype=torch.float64)
+    assert distance(run(layer, x), run(baked, x)) <= 1e-12
 
 
 @pytest.mark.parametrize("scheme", ["groupnorm", "layernorm", "dyt"])

@@ -357,8 +357,13 @@ def test_a_parametrized_layer_gets_the_bias_by_which_opacus_finds_it(dtype: torc
     model = nn.Sequential(*layers, nn.ConvTranspose2d(5, 7, 1, bias=False)).to(dtype).eval()
     x = torch.randn(2, C, 8, 8, dtype=dtype)
 
-    result: Any = normswap.convert(model, "weightnorm", purpose="opacus", inputs=x).model
+    done = normswap.convert(model, "weightnorm", purpose="opacus", inputs=x)
+    result = done.model
 
+    normed = normswap.convert(model, "weightnorm", inputs=x).model
+    builder = plan_opacus(inspection.inspect(normed, x))
+    assert set(builder.outcomes) == {"3", "5"}
+    assert done.plan.steps[-1].edits == builder.edits()
     for path, channels in (("3", 5), ("5", 7)):
         bias = result.get_submodule(path).bias
         assert isinstance(bias, nn.Parameter)

@@ -383,6 +383,23 @@ def test_streams_that_can_be_centred(name: str) -> None:
     assert distance(run(model, x), run(result, x)) <= TOLERANCE
 
 
+def test_only_the_last_norm_reads_features_that_users_take() -> None:
+    """A norm in a block reads a value that was rearranged, too, and nobody takes that."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.tokens(x)
+        y = y + m.outer(m.inner(m.one(y)).relu())
+        return m.head(m.two(y.mean(1)))
+
+    model, _ = net(body)
+
+    planned, builder = step(model, "rmsnorm")
+
+    assert {"one", "two"} <= {edit.path for edit in planned.edits}
+    (note,) = builder.notes
+    assert re.match(r"two reads the features after mean: .* lose their mean", note)
+
+
 @pytest.mark.parametrize("name", OPEN)
 def test_streams_whose_mean_has_to_stay(name: str) -> None:
     body, why = OPEN[name]
