@@ -59,9 +59,12 @@ def times(factor: float, **settings: Any) -> Contender:
 
 
 def test_figures_of_a_row() -> None:
-    row = timing.figures([0.1, 0.2, 0.3], 4, first=[0.4])
-    assert (row["ms"], row["images_per_s"], row["speedup"]) == pytest.approx((200, 20, 2))
-    assert row["ms_low"] < row["ms"] < row["ms_high"]
+    """The quartiles of a pass, in milliseconds, and the medians of both for the speedup."""
+    row = timing.figures([0.2, 0.9, 0.1, 0.5, 0.4], 4, first=[9.0, 0.8, 0.1])
+
+    assert row == pytest.approx(
+        {"ms": 400, "ms_low": 200, "ms_high": 500, "images_per_s": 10, "speedup": 2}
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,62 @@ def test_nobody_always_runs_first() -> None:
     turns = [number for number, passes in itertools.groupby(order[3:])]
     rounds = {tuple(turns[start : start + 3]) for start in range(0, 36, 3)}
     assert len(rounds) > 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_pass_is_timed_with_the_threads_and_for_the_seconds_that_are_asked_for(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator has finished its work whenever the clock is read."""
+    waits: list[int] = []
+    told: list[str] = []
+    asked: list[tuple[int, float]] = []
+    # The seconds of a pass, by the factor of the contender.
+    seconds = {2.0: 0.2, 3.0: 0.1}
+
+    class Timer:
+        """torch's, but the passes take what `seconds` says."""
+
+        def __init__(self, statement: str, *, globals: Any, timer: Any, num_threads: int) -> None:
+            assert statement == "run(images)"
+            self.factor = float(globals["run"](globals["images"]).mean())
+            self.threads = num_threads
+            self.clock = timer
+
+        def blocked_autorange(self, *, min_run_time: float) -> Any:
+            before = len(waits)
+            assert self.clock() <= self.clock()
+            assert len(waits) - before == (2 if device == "cuda" else 0)
+            asked.append((self.threads, min_run_time))
+            return SimpleNamespace(times=[seconds[self.factor]])
+
+    monkeypatch.setattr(timing, "Timer", Timer)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(1))
+    contenders = [times(2), times(1.5, prepare=lambda x: 2 * x, expected=lambda y: 1.5 * y)]
+
+    first, other = timing.run(
+        contenders,
+        IMAGES,
+        device=torch.device(device),
+        threads=3,
+        seconds=timing.ROUNDS * 0.25,
+        progress=told.append,
+    )
+
+    assert asked == [(3, 0.25)] * 2 * timing.ROUNDS
+    assert len(told) == timing.ROUNDS
+    for number, sentence in enumerate(told, start=1):
+        assert f"{number} of {timing.ROUNDS}" in sentence
+    for row, ms, speedup in ((first, 200, 1), (other, 100, 2)):
+        assert [row[name] for name in ("ms", "ms_low", "ms_high")] == pytest.approx([ms] * 3)
+        assert (row["speedup"], row["images_per_s"]) == pytest.approx((speedup, 4e3 / ms))
+        assert (row["batch"], row["runtime"]) == (4, "torch")
+
+
+def test_a_first_contender_without_numbers_is_wrong() -> None:
+    (row,) = timing.check_contenders([times(float("nan"))], IMAGES, CPU)
+
+    assert (row["status"], row["verdict"]) == ("wrong", "WRONG")
 
 
 def test_what_is_wrong_or_fails_is_a_row_and_is_not_timed() -> None:

@@ -235,7 +235,10 @@ PLAN = Record(
 TEXTS = Record(
     name="normswap",
     chains=None,
-    values=[Record(val=Record(string_val=json.dumps({**METADATA, "count": 3})))],
+    values=[
+        Record(val=Record(string_val=json.dumps({**METADATA, "count": 3}))),
+        Record(val=Record(string_val="{}")),
+    ],
 )
 
 

@@ -27,7 +27,7 @@ from normswap.exporting.settings import Quantization
 
 KINDS = {"ADD": 0, "CONV_2D": 3, "RELU": 19, "STABLEHLO_ADD": 150, "CUSTOM": 32}
 BEGIN = b"\0\0\0\0TFL3"
-FAR = b"far away"
+FAR = b"far behind them"
 
 
 @dataclass
@@ -115,7 +115,7 @@ WRITERS: list[Builder] = []
 def converted() -> bytes:
     """A file as the converter writes it: its names end in numbers, and stand in another order."""
     tensors = [Named(b"t0"), Named(b"t1"), Named(b"t2"), Named(b"t3"), Named(b"t4")]
-    graph = Record(tensors=tensors, inputs=[3, 1], outputs=[0, 4])
+    graph = Record(tensors=tensors, inputs=[3, 1], outputs=[4, 0])
     signature = Record(
         inputs=[Named(b"args_1", 3), Named(b"args_0", 1)],
         outputs=[Named(b"output_1", 4), Named(b"output_0", 0)],
@@ -125,7 +125,7 @@ def converted() -> bytes:
         Buffer(np.frombuffer(b"own bytes", np.uint8)),
         Buffer(offset=len(BEGIN), size=len(FAR)),
     ]
-    return BEGIN + FAR + pickle.dumps(Model([graph], [signature], buffers))
+    return BEGIN + FAR + pickle.dumps(Model([graph], [signature], buffers, [Entry(b"version", 1)]))
 
 
 @pytest.fixture
@@ -211,6 +211,8 @@ def require_file(file: Path) -> None:
     assert signature.inputs == [Named(b"view", 1), Named(b"other", 3)]
     assert signature.outputs == [Named(b"wide", 0), Named(b"narrow", 4)]
 
+    assert model.metadata is not None
+    assert [entry.name for entry in model.metadata] == [b"version", b"normswap"]
     *before, last = model.buffers
     assert before == [Buffer(), Buffer(b"own bytes"), Buffer(FAR)]
     assert (last.offset, last.size) == (0, 0)
@@ -276,7 +278,10 @@ def file_of(tmp_path: Path, **changes: Any) -> Path:
     return file
 
 
-def test_what_a_file_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [None, [Entry(b"somebody's", 1)]])
+def test_what_a_file_says_of_itself(
+    others: list[Entry] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install_schema(monkeypatch)
     # The table of kinds: one as old files name it, two as new ones do, and one of somebody's own.
     table = [
@@ -289,7 +294,6 @@ def test_what_a_file_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Record(operators=[Record(opcodeIndex=index) for index in (3, 0, 2)]),
         Record(operators=[Record(opcodeIndex=index) for index in (1, 0, 0, 2)]),
     ]
-    others = [Entry(b"somebody's", 1)]
 
     file = file_of(tmp_path, operatorCodes=table, subgraphs=graphs, metadata=others)
 
@@ -326,7 +330,7 @@ def test_the_runtime_gives_real_numbers(
     held = {
         4: np.zeros((1, 2), np.float32),
         2: np.zeros((1, 3), np.float32),
-        7: np.array([[5, 1]], np.int8),
+        7: np.array([[5, -128]], np.int8),
         9: np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4),
     }
     details = {
@@ -340,7 +344,7 @@ def test_the_runtime_gives_real_numbers(
         return Record(
             allocate_tensors=lambda: asked.append("allocated"),
             get_input_details=lambda: [details[4], details[2]],
-            get_output_details=lambda: [details[7], details[4]],
+            get_output_details=lambda: [details[7], details[4], details[9]],
             get_tensor_details=lambda: [*details.values()],
             set_tensor=held.__setitem__,
             get_tensor=held.__getitem__,
@@ -358,7 +362,8 @@ def test_the_runtime_gives_real_numbers(
     one = torch.rand(1, 2)
     other = torch.rand(1, 3)
 
-    answers = litert_file.open(file, inside=inside)(one, other)
+    asked_inside = {"inside": True} if inside else {}
+    answers = litert_file.open(file, **asked_inside)(one, other)
 
     options = {
         "num_threads": torch.get_num_threads(),
@@ -366,10 +371,10 @@ def test_the_runtime_gives_real_numbers(
         "experimental_preserve_all_tensors": inside,
     }
     assert asked == [(str(file), options), "allocated", "run"]
-    rounded = torch.tensor([[1.0, -1.0]])
-    wanted = [rounded, one]
+    rounded = torch.tensor([[1.0, -65.5]])
+    map_last = torch.arange(24.0).reshape(1, 2, 3, 4)
+    wanted = [rounded, one, map_last]
     if inside:
-        map_last = torch.arange(24.0).reshape(1, 2, 3, 4)
         # A map is also given with its channels second, as PyTorch has them.
         wanted = [one, other, rounded, map_last, map_last.permute(0, 3, 1, 2)]
     assert len(answers) == len(wanted)

@@ -237,7 +237,8 @@ def test_a_file_is_run_by_its_names(
     # As a view of other memory, it is not contiguous.
     view = view.transpose(2, 3).contiguous().transpose(2, 3)
 
-    runs = opened(monkeypatch, folder, text, net, inside=inside)
+    asked_inside = {"inside": True} if inside else {}
+    runs = opened(monkeypatch, folder, text, net, **asked_inside)
     answers = runs(view, other)
 
     assert len(answers) == len(names)

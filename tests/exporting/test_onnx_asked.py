@@ -11,10 +11,12 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnxscript import onnx_opset
 from support.stand_in_tools import METADATA, Record
 from torch import nn
 from torch.export import ExportedProgram
 
+from normswap.errors import VerificationError
 from normswap.exporting import formats, onnx_file
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.signature import Signature
@@ -22,22 +24,32 @@ from normswap.models.calling import Example
 
 X = torch.rand(1, 3, 4, 5, generator=torch.Generator().manual_seed(0))
 # Numbers that bfloat16 has, and numbers that it has not.
-EXACT = np.arange(12, dtype=np.float32).reshape(4, 3, 1, 1) / 8
+KERNEL = np.arange(12, dtype=np.float32).reshape(4, 3, 1, 1) / 8
+MATRIX = np.arange(20, dtype=np.float32).reshape(4, 5)
 INEXACT = np.full((4, 5), 0.1, np.float32)
 BIAS = np.array([0.5, 1, -1, 2], np.float32)
+# Whole numbers, which no precision changes.
+INDEX = np.arange(4).reshape(2, 2)
+STORED = {
+    "bias": BIAS,
+    "index": INDEX,
+    "kernel": KERNEL,
+    "inexact": INEXACT,
+    "matrix": MATRIX,
+}
 
 
 def model_with_notes() -> Any:
-    """A model of a convolution and a product, with a note on each part, as torch's has."""
+    """A model of a convolution, a sum and a product, with a note on each part, as torch's has."""
     inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 4, 5])]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, 4, 4, 5])]
     inner = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 4, 4, 5])]
     nodes = [
-        helper.make_node("Conv", ["images", "exact", "bias"], ["y"], doc_string="secret.py"),
-        helper.make_node("Mul", ["y", "inexact"], ["logits"], doc_string="secret.py"),
+        helper.make_node("Conv", ["images", "kernel", "bias"], ["y"], doc_string="secret.py"),
+        helper.make_node("Add", ["y", "matrix"], ["z"], doc_string="secret.py"),
+        helper.make_node("Mul", ["z", "inexact"], ["logits"], doc_string="secret.py"),
     ]
-    stored = {"exact": EXACT, "inexact": INEXACT, "bias": BIAS}
-    tensors = [numpy_helper.from_array(value, name) for name, value in stored.items()]
+    tensors = [numpy_helper.from_array(value, name) for name, value in STORED.items()]
     graph = helper.make_graph(nodes, "g", inputs, outputs, tensors, value_info=inner)
     for part in (graph, *nodes, *graph.node, *graph.value_info, *graph.input, *graph.output):
         part.metadata_props.add(key="stack_trace", value="secret.py")
@@ -137,12 +149,62 @@ def test_a_file_has_weights_of_its_precision_and_the_metadata_alone(
     assert onnx_file.metadata(file) == METADATA
     in_bf16 = dtype == torch.bfloat16
     kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    exact = {"exact.bf16": TensorProto.BFLOAT16} if in_bf16 else {"exact": TensorProto.FLOAT}
-    assert kinds == {**exact, "inexact": TensorProto.FLOAT, "bias": TensorProto.FLOAT}
+    wanted = dict.fromkeys(STORED, TensorProto.FLOAT) | {"index": TensorProto.INT64}
+    if in_bf16:
+        for name in ("kernel", "matrix"):
+            del wanted[name]
+            wanted[f"{name}.bf16"] = TensorProto.BFLOAT16
+    assert kinds == wanted
     operators = [node.op_type for node in model.graph.node]
-    assert operators == ["Cast", "Conv", "Mul"][not in_bf16 :]
+    assert operators == ["Cast"] * 2 * in_bf16 + ["Conv", "Add", "Mul"]
 
     found = formats.get("onnx").open(file)(X)
-    wanted = torch.einsum("oc,nchw->nohw", torch.from_numpy(EXACT[..., 0, 0]), X)
-    wanted = (wanted + torch.from_numpy(BIAS).reshape(4, 1, 1)) * 0.1
-    torch.testing.assert_close(found, wanted)
+    right = torch.einsum("oc,nchw->nohw", torch.from_numpy(KERNEL[..., 0, 0]), X)
+    right = (right + torch.from_numpy(BIAS).reshape(4, 1, 1) + torch.from_numpy(MATRIX)) * 0.1
+    torch.testing.assert_close(found, right)
+
+
+def test_a_model_that_is_none_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_with_notes()
+    model.graph.node[0].input[0] = "no such value"
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: Record(model_proto=model))
+
+    with pytest.raises(VerificationError, match="no such value"):
+        onnx_file.write(contents(nn.ReLU()), tmp_path / "net.onnx")
+
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("sides", [[5], [4, 5]])
+@pytest.mark.parametrize(("given", "used"), [(0.25, 0.25), (0.0, 0.0), (None, 2**-23)])
+@pytest.mark.parametrize("weight", ["a weight", None])
+def test_an_rms_norm_is_translated_with_all_of_its_numbers(
+    weight: str | None,
+    given: float | None,
+    used: float,
+    sides: list[int],
+    asked: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    onnx_file.write(contents(nn.RMSNorm(5)), tmp_path / "net.onnx")
+    ((_, _, options),) = asked
+    translate = options["custom_translation_table"][torch.ops.aten.rms_norm.default]
+    operators = Record(
+        Constant=lambda value: value,
+        RMSNormalization=lambda *inputs, **numbers: (inputs, numbers),
+    )
+    monkeypatch.setattr(onnx_opset, "opset23", operators)
+    x = Record(dtype=Record(numpy=lambda: np.float16))
+
+    (normed, scale), numbers = translate(x, sides, weight, given)
+
+    assert normed is x
+    assert numbers == {"axis": -len(sides), "epsilon": used}
+    if weight:
+        assert scale == weight
+    else:
+        assert scale.numpy().dtype == np.float16
+        assert np.array_equal(scale.numpy(), np.ones(sides))

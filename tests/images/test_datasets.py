@@ -327,3 +327,38 @@ def test_a_word_in_place_of_images_is_no_missing_path(
         places.check(f"{word}s")
     (tmp_path / f"{word}s").mkdir()
     places.check(f"{word}s")
+
+
+# What stands in a folder, the part that is asked for, and the part that is read: "" is the folder.
+PARTS: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "without class folders, beside files": (
+        ("train/1.png", "val/1.png", "notes"),
+        "train",
+        "train",
+    ),
+    "by another usual name": (("training/1.png", "test/1.png"), "train", "training"),
+    "of two usual names, the one that is asked for": (("val/1.png", "test/1.png"), "test", "test"),
+    "with class folders, beside others": (("train/ant/1.png", "docs/1.png"), "train", "train"),
+    "a class beside other classes": (("train/1.png", "bus/1.png", "car/1.png"), "train", ""),
+    "a tar": (("train.tar", "bus/1.png"), "train", "train.tar"),
+    "a folder before a tar": (("val/1.png", "val.tar"), "validation", "val"),
+    "none": (("ant/1.png",), "val", ""),
+    "the user's own": (("mine/ant/1.png", "train/ant/1.png"), "mine", "mine"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_part_of_a_folder_that_is_read(name: str, tmp_path: Path) -> None:
+    files, split, part = PARTS[name]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+
+    assert datasets.part_of(tmp_path, split) == tmp_path / part
+
+
+def test_a_part_of_the_users_own_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train" / "ant").mkdir(parents=True)
+
+    with pytest.raises(SourceError, match="no part mine"):
+        datasets.part_of(tmp_path, "mine")
