@@ -3,6 +3,8 @@
 A model that is made here takes the place of the exporter's.
 """
 
+import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime import quantization
 from onnxscript import onnx_opset
 from support.stand_in_tools import METADATA, Record
 from torch import nn
 from torch.export import ExportedProgram
 
-from normswap.errors import VerificationError
+from normswap.errors import NormswapError
 from normswap.exporting import formats, onnx_file
 from normswap.exporting.exported_module import FileContents, Shipped
+from normswap.exporting.settings import Quantization
 from normswap.exporting.signature import Signature
 from normswap.models.calling import Example
 
@@ -164,17 +168,69 @@ def test_a_file_has_weights_of_its_precision_and_the_metadata_alone(
     torch.testing.assert_close(found, right)
 
 
+@pytest.mark.parametrize(("wrong", "said"), [("no such value", "no such value"), ("index", "Add")])
 def test_a_model_that_is_none_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No node can read a value that is not there, or add whole numbers to others."""
     model = model_with_notes()
-    model.graph.node[0].input[0] = "no such value"
+    model.graph.node[1].input[1] = wrong
     monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: Record(model_proto=model))
 
-    with pytest.raises(VerificationError, match="no such value"):
-        onnx_file.write(contents(nn.ReLU()), tmp_path / "net.onnx")
+    with pytest.raises(NormswapError, match=said):
+        formats.get("onnx").write(contents(nn.ReLU()), tmp_path / "net.onnx")
 
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("bits", "reduced"), [(7, True), (8, False)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_quantizer_is_given_all_images_and_its_log_is_put_back(
+    fails: bool,
+    bits: int,
+    reduced: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[Any] = []
+    images = torch.rand(5, *X.shape[1:]).split(2)
+    root = logging.getLogger()
+
+    def quantize_static(model: Any, file: Path, reader: Any, **options: Any) -> None:
+        print("a note of the tool")
+        assert root.level == logging.ERROR
+        batches = iter(reader.get_next, None)
+        given = [torch.from_numpy(batch["images"]) for batch in batches]
+        asked.append((model, file, given, options))
+        if fails:
+            raise ValueError("it cannot")
+
+    monkeypatch.setattr(quantization, "quantize_static", quantize_static)
+    model = model_with_notes()
+
+    monkeypatch.setattr(root, "level", logging.DEBUG)
+
+    with pytest.raises(ValueError, match="it cannot") if fails else nullcontext():
+        onnx_file.quantize(model, tmp_path / "a.onnx", Quantization(images, bits))
+
+    assert root.level == logging.DEBUG
+    ((taken, file, given, options),) = asked
+    assert taken is model
+    assert file == tmp_path / "a.onnx"
+    assert len(given) == 3
+    assert torch.equal(torch.cat(given), torch.cat(images))
+    assert options == {
+        "quant_format": quantization.QuantFormat.QDQ,
+        "per_channel": True,
+        "reduce_range": reduced,
+        "activation_type": quantization.QuantType.QUInt8,
+        "weight_type": quantization.QuantType.QInt8,
+        "calibrate_method": quantization.CalibrationMethod.MinMax,
+        # The scores of the classifier are not rounded.
+        "extra_options": {"OpTypesToExcludeOutputQuantization": ["Gemm"]},
+    }
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("sides", [[5], [4, 5]])
