@@ -189,9 +189,7 @@ def _planned(
     )
 
 
-def elsewhere(
-    network: Network, batch_size: int, *, private: bool = False
-) -> tuple[str, dict[str, str]]:
+def elsewhere(network: Network, batch_size: int, *, private: bool) -> tuple[str, dict[str, str]]:
     """Return accuracies that other networks had after conversion and training in a similar task.
 
     Args:

@@ -157,9 +157,7 @@ def save(figure: Figure, file: Path) -> Path:
     The suffix of the file names the format. If writing fails, no part of the file is left.
     """
     picture_format = format_of(file)
-    return atomic_write.whole(
-        file, lambda aside: figure.savefig(aside, format=picture_format, dpi=100)
-    )
+    return atomic_write.whole(file, lambda aside: figure.savefig(aside, format=picture_format))
 
 
 def format_of(file: Path) -> str:

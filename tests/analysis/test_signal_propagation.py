@@ -28,6 +28,7 @@ from normswap.analysis.block_signals import Point, awake, bare, signal_propagati
 from normswap.errors import OutputError, RefusedError
 from normswap.graph import inspection
 from normswap.images.datasets import make_loader
+from normswap.layers.scalars import Scale
 from normswap.surgery.network import Network
 
 shipped.register_networks()
@@ -412,6 +413,46 @@ def test_the_signal_at_initialization_is_the_papers() -> None:
     assert slope("last") > -1
 
 
+class Gained(nn.Module):
+    """A block with a scalar on its branch, as in timm's NF networks."""
+
+    def __init__(self, skipinit_gain: float) -> None:
+        super().__init__()
+        self.conv = ScaledStdConv2d(3, 3, 3)
+        self.skipinit_gain = nn.Parameter(torch.tensor(skipinit_gain))
+
+
+def test_awake_sets_to_1_what_multiplies_by_0_and_nothing_else() -> None:
+    """A gamma is set if all of it is 0. Filters and betas of 0 multiply no output by 0."""
+    model = nn.ModuleDict(
+        {
+            "zero": nn.BatchNorm2d(3),
+            "partly": nn.GroupNorm(1, 2),
+            "two": nn.LayerNorm(3),
+            "filters": nn.Conv2d(3, 2, 3),
+            "gained": Gained(0.0),
+            "live": Gained(0.25),
+            "scalar": Scale(0.0),
+        }
+    )
+    values = dict(model.named_parameters())
+    with torch.no_grad():
+        values["zero.weight"].zero_()
+        values["partly.weight"][0] = 0
+        values["two.weight"].fill_(2)
+        values["filters.weight"].zero_()
+        values["gained.conv.gain"].zero_()
+    expected = {name: value.detach().clone() for name, value in values.items()}
+    for name in ("zero.weight", "gained.conv.gain", "gained.skipinit_gain", "scalar.alpha"):
+        expected[name] = torch.ones_like(expected[name])
+
+    found = dict(awake(model).named_parameters())
+
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not value.equal(expected[name])] == []
+    assert not values["zero.weight"].any()
+
+
 @pytest.mark.slow
 def test_awake_revives_what_timm_zeroes() -> None:
     nfnet = {"channels": (256, 256, 256, 256)}
@@ -483,6 +524,15 @@ def test_all_axes_are_of_one_kind() -> None:
 
     assert plots.is_logarithmic(steep, plots.PANELS)
     assert not plots.is_logarithmic(flat, plots.PANELS)
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf])
+def test_a_quantity_without_a_number_to_draw_asks_for_no_axis(value: float, tmp_path: Path) -> None:
+    """As the branches of a fresh network, which are all multiplied by 0."""
+    points = [Point("s.0", "s", 1, 0.5, 1.0, value, value), Point("t", "t", 2, 1, 2, value, value)]
+
+    assert not plots.is_logarithmic({"one": points}, plots.PANELS)
+    assert plots.plot({"one": points}, tmp_path / "a.svg", "noise").exists()
 
 
 def test_every_other_stage_is_shaded() -> None:

@@ -1,6 +1,7 @@
 """How far a result is from its source: against numbers worked out by hand."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from normswap.errors import VerificationError
+from normswap.models.calling import Example
 from normswap.proof import comparison
-from normswap.proof.distance import Distance, distance
+from normswap.proof.distance import Distance, between, class_axes, distance
 from normswap.proof.verdict import Report
 from normswap.surgery.network import Network
 from normswap.surgery.verification import verify
@@ -168,3 +170,58 @@ def test_labels_are_compared_by_their_share_and_by_what_guesses_would_get_wrong(
     assert measured.relative_l2 == measured.largest == 2 / 8
     assert measured.of_guesses == pytest.approx(1 - (5**2 + 2**2 + 1) / 8**2)
     assert measured.error("logits", "float32", (8, 3)).agreement == 6 / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [1e-4, 3e4])
+def test_numbers_of_any_precision_are_measured_in_float64(dtype: torch.dtype, size: float) -> None:
+    """Sums of ten thousand squares leave the range of float16."""
+    generator = torch.Generator().manual_seed(0)
+    expected = (size * torch.rand(10_000, generator=generator)).to(dtype)
+    values = (size * torch.rand(10_000, generator=generator)).to(dtype)
+
+    measured = distance(expected, values)
+
+    difference = expected.double() - values.double()
+    relative_l2 = float(difference.norm() / expected.double().norm())
+    largest = float(difference.abs().max() / expected.double().abs().max())
+    assert measured.relative_l2 == pytest.approx(relative_l2, rel=1e-12)
+    assert measured.largest == pytest.approx(largest, rel=1e-12)
+
+
+def test_results_are_exact_unless_it_is_said_that_they_are_not() -> None:
+    """Another number of boxes is an infinite error of an exact result, and 1 of another one."""
+    call = Example((X,))
+    boxes = rows(3)(X)
+    more_boxes = rows(5)(X)
+
+    exact = between(call, boxes, more_boxes, precision="float64")
+    approximate = between(call, boxes, more_boxes, precision="float64", exact=False)
+
+    assert (exact.relative_l2, approximate.relative_l2) == (INFINITE, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths", "axis"),
+    [
+        ((2, 5), {5}, 1),
+        ((2, 7, 5), {5}, 2),
+        ((2, 7, 5), {7}, 1),
+        ((2, 7, 5), {7, 5}, 1),
+        ((2, 7, 5), {4}, None),
+        ((2, 5, 6, 3), {5}, 1),
+        ((2, 6, 3, 5), {5}, 3),
+        ((2, 6, 5, 3), {5}, None),
+        ((2, 1), {1}, None),
+        ((2, 5), set(), 1),
+        ((2, 7, 5), set(), None),
+    ],
+)
+def test_classes_are_where_the_last_layer_puts_its_channels(
+    shape: tuple[int, ...], widths: set[int], axis: int | None
+) -> None:
+    anatomy: Any = SimpleNamespace(features=False, widths=frozenset(widths))
+
+    axes = class_axes({"scores": torch.zeros(shape)}, anatomy)
+
+    assert axes == ({} if axis is None else {"scores": axis})

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from normswap.proof.distance import Error
-from normswap.proof.verdict import JudgedError, Reason, judge
+from normswap.proof.verdict import JudgedError, Reason, Report, judge
 
 BLIND = Reason("nothing changes with the input", "")
 DOUBT = Reason("rounding may explain it", "")
@@ -39,3 +39,20 @@ def test_one_error_beyond_doubt_is_wrong(kinds: tuple[str, ...]) -> None:
     else:
         expected = (True, None)
     assert (judgement.passed, judgement.reason) == expected
+
+
+def error_in(precision: str, relative_l2: float) -> Error:
+    return Error("logits", precision, (3, 8, 8), relative_l2, relative_l2)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_worst_error_is_that_in_the_networks_own_precision(precision: str) -> None:
+    """Float64 counts where nothing else was measured."""
+    doubles = (error_in("float64", 0.2), error_in("float64", 0.9))
+    own = (error_in(precision, 0.1), error_in(precision, 0.4), error_in(precision, 0.3))
+
+    beside = Report(exact=True, passed=False, inputs="noise", logits=(*doubles, *own))
+    alone = Report(exact=True, passed=False, inputs="noise", logits=doubles)
+
+    assert beside.worst == own[1]
+    assert alone.worst == doubles[1]
