@@ -1,6 +1,7 @@
 """What the checks read of a network and what a diagnosis says, against accounts made by hand."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -244,6 +245,30 @@ def test_another_eps_harms_channels_with_variances_near_the_larger_one(
     assert finding.mend.endswith(f".eps = {built_eps}")
 
 
+@pytest.mark.parametrize("trained_eps", [1e-3, 1e-5])
+@torch.no_grad()
+def test_the_eps_with_which_the_images_fit_is_found(trained_eps: float) -> None:
+    """The variances of the first norm are below 1e-3: its eps scales the input of the second."""
+    net = small()
+    net[0].weight.mul_(0.03)
+    for norm in (net[1], net[4]):
+        norm.eps = trained_eps
+    settled(net)
+    case = case_of(net, list(noise(64, 3, 12, 12, seed=1).split(16)))
+    assert [*settings.unfit_eps(case)] == []
+
+    other_eps = {1e-3: 1e-5, 1e-5: 1e-3}[trained_eps]
+    for norm in (net[1], net[4]):
+        norm.eps = other_eps
+    (finding,) = settings.unfit_eps(case_of(net, list(noise(64, 3, 12, 12, seed=1).split(16))))
+
+    assert (finding.name, finding.paths) == ("eps", ("1", "4"))
+    assert f"eps is {other_eps:g}; with {trained_eps:g}" in finding.evidence
+    assert "64 images" in finding.evidence
+    assert "a variance near 0.001" in finding.cost
+    assert finding.mend.endswith(f"norm.eps = {trained_eps}")
+
+
 class Gives(nn.Module):
     """A network that gives what `output` makes of its images."""
 
@@ -280,6 +305,21 @@ def test_one_output_of_two_classes_or_more_is_class_scores(
     if scores is not None:
         expected: Any = output(images)
         assert torch.equal(scores, (expected[0] if isinstance(expected, tuple) else expected))
+
+
+def test_entropies_of_answers_are_those_of_their_probabilities() -> None:
+    """Half and half is ln 2. One of four with 7/10, the others with 1/10 each, by hand."""
+    probabilities = torch.tensor([[0.5, 0.5, 0, 0], [0.25] * 4, [0.1, 0.7, 0.1, 0.1]]) + 1e-12
+    images = noise(3, 3, 4, 4)
+    calls = (Example((images,)),)
+
+    entropies = normalization._entropies(
+        Gives(lambda x: probabilities.log() + 2.5), ImageBatches(calls)
+    )
+
+    assert entropies is not None
+    mostly_one = -(0.7 * math.log(0.7) + 3 * 0.1 * math.log(0.1))
+    assert entropies.tolist() == pytest.approx([math.log(2), math.log(4), mostly_one], abs=1e-6)
 
 
 @torch.no_grad()
