@@ -233,6 +233,32 @@ def test_the_quantizer_is_given_all_images_and_its_log_is_put_back(
     assert capfd.readouterr() == ("", "")
 
 
+def test_the_quantizer_is_given_means_as_pools_and_its_file_gets_the_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, 4, 5])]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, 3, 1, 1])]
+    axes = numpy_helper.from_array(np.array([2, 3]), "axes")
+    mean = helper.make_node("ReduceMean", ["images", "axes"], ["logits"])
+    graph = helper.make_graph([mean], "g", inputs, outputs, [axes])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: Record(model_proto=model))
+    given: list[list[str]] = []
+
+    def quantize_static(model: Any, file: Path, *_: Any, **__: Any) -> None:
+        given.append([node.op_type for node in model.graph.node])
+        onnx.save(model, file)
+
+    monkeypatch.setattr(quantization, "quantize_static", quantize_static)
+    file = tmp_path / "net.onnx"
+
+    onnx_file.write_int8(contents(nn.ReLU()), file, Quantization([X]))
+
+    assert given == [["GlobalAveragePool"]]
+    assert onnx_file.metadata(file) == METADATA
+    assert [*tmp_path.iterdir()] == [file]
+
+
 @pytest.mark.parametrize("sides", [[5], [4, 5]])
 @pytest.mark.parametrize(("given", "used"), [(0.25, 0.25), (0.0, 0.0), (None, 2**-23)])
 @pytest.mark.parametrize("weight", ["a weight", None])
