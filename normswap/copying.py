@@ -159,7 +159,7 @@ def _copy(model: Module, memo: Memo, copy_tensor: CopyTensor, *, deep: bool) -> 
         if deep and _defines_copying(module) and _deepcopied(module, memo):
             continue
 
-        # A ScriptModule is shared, not copied.
+        # A ScriptModule that is not copied by then is shared.
         shell = module
         if not isinstance(module, torch.jit.ScriptModule):
             shell = object.__new__(type(module))
@@ -197,18 +197,24 @@ def _deepcopied(value: object, memo: Memo) -> bool:
     """
     # The copies are collected in a dict of their own, so that copying that fails half-way leaves
     # nothing in `memo`.
-    attempt: ChainMap[int, Any] = ChainMap({}, memo)
+    new: Memo = {}
+    attempt = cast(Memo, ChainMap(new, memo))
+    # torch copies a compiled module with a plain dict alone. Such modules are few, so `memo` may be
+    # copied for each.
+    if isinstance(value, torch.jit.ScriptModule):
+        new = dict(memo)
+        attempt = new
     try:
-        attempt[id(value)] = copy.deepcopy(value, cast(Memo, attempt))
+        attempt[id(value)] = copy.deepcopy(value, attempt)
     # The copying is a user's or another library's code, which may raise anything.
     except Exception:
         return False
 
     # deepcopy keeps the originals in a list under the id of its memo, so that no other object gets
     # their ids. The list belongs under the id of `memo` now.
-    alive = attempt.maps[0].pop(id(attempt), [])
+    alive = new.pop(id(attempt), [])
     memo.setdefault(id(memo), []).extend(alive)
-    memo.update(attempt.maps[0])
+    memo.update(new)
     return True
 
 

@@ -218,6 +218,23 @@ def test_who_says_how_it_is_copied_is_copied_so() -> None:
     )  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_module_is_copied() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    net.append(net[1])
+    before = copy.deepcopy(net.state_dict())
+
+    copied = duplicate(net, {})
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.add_(1)
+
+    assert copied[1] is copied[2]
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert torch.equal(copied.state_dict()[name], before[name] + 1)
+
+
 def test_what_takes_a_place_takes_it_everywhere() -> None:
     model = Holder()
     vars(model)["again"] = [model.two]
