@@ -361,9 +361,17 @@ class _LeakTrial:
         Opacus takes the gradient of row i for the gradient of sample i.
 
         Returns:
-            A sentence that tells what is wrong with the layer's input, by the layer's path.
+            A sentence that tells what is wrong with the layer's input, by the layer's path. Layers
+            whose input cannot be seen are among them.
         """
         findings = {}
+        for path, module in tree(self.model).items():
+            if _has_trainable(module) and isinstance(module, torch.jit.ScriptModule):
+                findings[path] = (
+                    "it is compiled by torch.jit, so no hook sees its input, and the gradient of a"
+                    " row is not known to be that of a sample"
+                )
+
         for path, first_inputs in self.original_run.rows.items():
             second_inputs = self.others_changed_run.rows.get(path, [])
             for first_input, second_input in zip(first_inputs, second_inputs, strict=False):
@@ -628,9 +636,8 @@ def _run_of_training(model: nn.Module, calls: _TrainingPair) -> _TrainingRun:
 
     handles = []
     for path, module in tree(copied).items():
-        if any(
-            parameter.requires_grad for parameter in nn.Module.parameters(module, recurse=False)
-        ):
+        # A compiled module takes no hooks. `moved_rows` refuses those that have parameters.
+        if _has_trainable(module) and not isinstance(module, torch.jit.ScriptModule):
             handles.append(module.register_forward_pre_hook(partial(keep_rows, path)))
 
     # The step. The inputs are leaves, so that they get gradients.
@@ -654,6 +661,12 @@ def _run_of_training(model: nn.Module, calls: _TrainingPair) -> _TrainingRun:
         rows=rows,
         model=copied,
     )
+
+
+def _has_trainable(module: nn.Module) -> bool:
+    """Whether a module has trainable parameters of its own."""
+    own_parameters = nn.Module.parameters(module, recurse=False)
+    return any(parameter.requires_grad for parameter in own_parameters)
 
 
 def _gradients(loss: Tensor, leaves: Example) -> Example:
@@ -721,10 +734,10 @@ class _Watch(TorchFunctionMode):
 
     def hooks(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
         """Register the hooks that keep track of which module runs, and yield their handles."""
-        # A module that has several paths goes by the first one.
+        # A module that has several paths goes by the first one. A compiled one takes no hooks.
         distinct: dict[nn.Module, str] = {}
         for path, module in self.modules.items():
-            if path and not isinstance(module, torch.jit.ScriptModule):
+            if not isinstance(module, torch.jit.ScriptModule):
                 distinct.setdefault(module, path)
         for module, path in distinct.items():
             yield module.register_forward_pre_hook(partial(self._enter, path))
@@ -917,9 +930,7 @@ def _same_values(first: Tensor, second: Tensor) -> bool:
 
 
 def _relative_change(value: Tensor, other: Tensor) -> float:
-    """Return the relative L2 |other - value| / |value|, or 1 if the shapes differ."""
-    if value.shape != other.shape:
-        return 1.0
+    """Return the relative L2 |other - value| / |value| of two tensors of the same shape."""
     wide = torch.complex128 if value.is_complex() else torch.float64
     apart = (other.to(wide) - value.to(wide)).norm()
     return float(apart / value.to(wide).norm().clamp_min(1e-300))
