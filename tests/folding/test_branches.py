@@ -58,6 +58,11 @@ class Summed(nn.Module):
             total = total + x
         return self.then(total).relu()
 
+    def two(self, x: Tensor) -> Tensor:
+        first: Tensor = self.arms[0](x)
+        second: Tensor = self.arms[1](x)
+        return first + second
+
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, self.stem(x).relu()).mean((2, 3))
 
@@ -195,6 +200,29 @@ def test_they_can_be_kept_and_a_merged_one_says_why_it_cannot_go_back() -> None:
         normswap.convert(merged, "batchnorm")
     again = normswap.convert(merged, "batchnorm", calibrate=[images()])
     assert apart(net, again.model) < 1e-12
+
+
+# What stands between the sum and the norm, or beside the sum: then the norm's scale is not that of
+# the sum alone, and how many convolutions are left.
+SCALED: dict[str, tuple[Body, int]] = {
+    "another term": (lambda m, x: m.then(Summed.two(m, x) + m.arms[2](x.tanh())).relu(), 3),
+    "an activation": (lambda m, x: m.then(Summed.two(m, x).relu()), 2),
+    "a reader": (lambda m, x: m.then(y := Summed.two(m, x)).relu() + y.tanh(), 2),
+}
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_a_scale_that_is_not_of_the_sum_alone_stays(case: str) -> None:
+    body, left = SCALED[case]
+    arms = [nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)]
+    used = arms if case == "another term" else arms[:2]
+    net = built(Summed(*used, then=nn.BatchNorm2d(4), body=body))
+
+    done = normswap.convert(net, "folded", inputs=images())
+
+    assert convolutions(done.model) == left
+    assert isinstance(done.model.get_submodule("then"), ChannelAffine)
+    assert apart(net, done.model) < 1e-12
 
 
 def test_a_note_says_where_each_convolution_went() -> None:

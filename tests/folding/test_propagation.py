@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from support.lived_in_networks import batchnorms, distance, lived_in, run, step
 from support.tiny_modules import C, conv, net
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import normswap
 from normswap.plan import AbsorbMode, Absorption, Step
@@ -41,6 +42,19 @@ def linear() -> nn.Module:
     return nn.Linear(C, C, bias=False)
 
 
+class Half(nn.Module):
+    """A parametrization of a weight that no library has."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def halved() -> nn.Module:
+    layer = conv()
+    parametrize.register_parametrization(layer, "weight", Half())
+    return layer
+
+
 FOLDS: dict[str, tuple[Body, dict[str, Any], str]] = {
     "LeViT's": (
         lambda m, x: m.bn(m.fc(tokens(x)).flatten(0, 1)).reshape(x.shape[0], -1, C) * 1.0,
@@ -61,6 +75,11 @@ FOLDS: dict[str, tuple[Body, dict[str, Any], str]] = {
         lambda m, x: m.bn(m.fc(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)),
         {"fc": linear, "bn": bn2()},
         "fc",
+    ),
+    "weight norm": (
+        lambda m, x: m.bn(m.conv(x)),
+        {"conv": lambda: parametrizations.weight_norm(conv()), "bn": bn2()},
+        "conv",
     ),
     "an average pool": (
         lambda m, x: m.bn(m.pool(m.conv(x))),
@@ -95,6 +114,11 @@ FOLDS: dict[str, tuple[Body, dict[str, Any], str]] = {
     ),
 }
 STAYS: dict[str, tuple[Body, dict[str, Any], str]] = {
+    "a weight that a function of the user computes": (
+        lambda m, x: m.bn(m.conv(x)),
+        {"conv": halved, "bn": bn2()},
+        "parametrized weight",
+    ),
     "tokens are its channels": (
         lambda m, x: m.bn(m.fc(tokens(x[:, :, :2, :2]))),
         {"fc": linear, "bn": bn1()},

@@ -122,6 +122,7 @@ def test_whatever_computes_something_else_is_none(body: ConvForward) -> None:
 def test_even_padding_is_what_torch_pads_the_same_with() -> None:
     assert own_forwards.even_padding(PadsByModule(3, 6, 3)) == (1, 1)
     assert own_forwards.even_padding(PadsByModule(3, 6, 1)) == (0, 0)
+    assert own_forwards.even_padding(PadsAsTorch(3, 6, (3, 5))) == (1, 2)
     assert own_forwards.even_padding(PadsByModule(3, 6, 3, stride=2)) is None
     assert own_forwards.even_padding(PadsBySize(3, 6, 3, stride=2)) is None
     assert not own_forwards.pads(PadsByModule(3, 6, 1))

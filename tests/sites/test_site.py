@@ -9,11 +9,12 @@ import torch
 from support.lived_in_networks import distance, run
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
+from torchvision.ops import FrozenBatchNorm2d
 
 import normswap
 from normswap.errors import RefusedError
 from normswap.sites.known_norms import Statistics
-from normswap.sites.site import site_of
+from normswap.sites.site import Site, site_of
 
 
 class Two(nn.Module):
@@ -75,6 +76,86 @@ class ConditionalBlock(nn.Module):
 
 def maps() -> Tensor:
     return torch.randn(3, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+
+
+class WithParameters(nn.Module):
+    """A BatchNorm by what it computes. In eval mode its statistics are fixed, but gamma learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8) + 0.5)
+        self.bias = nn.Parameter(torch.rand(8))
+        self.register_buffer("running_mean", torch.rand(8))
+        self.register_buffer("running_var", torch.rand(8) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight * (self.running_var + 1e-5).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return x * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+
+
+TRAITS = ("is_norm", "is_affine_norm", "is_frozen", "is_at_each_position", "averages")
+# A module, the shapes that it read, and its traits.
+MODULES: dict[str, tuple[nn.Module, tuple[tuple[int, ...], ...], set[str]]] = {
+    "convolution": (nn.Conv2d(8, 8, 1), (), set()),
+    "activation": (nn.ReLU(), (), set()),
+    "BatchNorm": (nn.BatchNorm2d(8), (), {"is_norm", "is_affine_norm"}),
+    "frozen BatchNorm": (FrozenBatchNorm2d(8), (), {"is_norm", "is_affine_norm", "is_frozen"}),
+    "hand-written BatchNorm": (WithParameters(), (), {"is_norm", "is_affine_norm"}),
+    "GroupNorm": (nn.GroupNorm(2, 8), (), {"is_norm", "averages"}),
+    "InstanceNorm of batches": (
+        nn.InstanceNorm2d(8, affine=True),
+        ((2, 8, 5, 6),),
+        {"is_norm", "averages"},
+    ),
+    "InstanceNorm of single samples": (
+        nn.InstanceNorm2d(8, affine=True),
+        ((8, 5, 6),),
+        {"is_norm"},
+    ),
+    "LayerNorm": (nn.LayerNorm(8), (), {"is_norm", "is_at_each_position"}),
+    "LayerNorm of maps": (
+        timm.layers.LayerNorm2d(8),
+        (),
+        {"is_norm", "is_at_each_position", "averages"},
+    ),
+    "LayerNorm of maps in float32": (
+        timm.layers.LayerNorm2dFp32(8),
+        (),
+        {"is_norm", "is_at_each_position"},
+    ),
+    "RMSNorm of maps": (
+        timm.layers.RmsNorm2d(8),
+        (),
+        {"is_norm", "is_at_each_position", "averages"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_a_module_is(name: str) -> None:
+    module, shapes, traits = MODULES[name]
+    site = Site(module, shapes=shapes)
+
+    assert {trait for trait in TRAITS if getattr(site, trait)} == traits
+
+
+def test_the_record_of_a_norm_is_all_that_it_holds() -> None:
+    """It puts the norm back later. A momentum of None becomes NaN, as a tensor holds no None."""
+    norm = nn.BatchNorm2d(3, eps=0.02, momentum=0.3)
+    cumulative = nn.BatchNorm2d(3, momentum=None)
+    nn.init.normal_(norm.weight)
+
+    recorded = site_of(norm).recorded_tensors()
+
+    numbers = {"eps": torch.tensor(0.02).double(), "momentum": torch.tensor(0.3).double()}
+    expected = {**norm.state_dict(), **numbers}
+    assert recorded.keys() == expected.keys()
+    for name, tensor in recorded.items():
+        assert torch.allclose(tensor.double(), expected[name].double())
+    assert torch.isnan(site_of(cumulative).recorded_tensors()["momentum"])
+    assert site_of(nn.Conv2d(3, 3, 1)).recorded_tensors() == {}
+    assert site_of(nn.LayerNorm(3)).recorded_tensors() == {}
 
 
 def test_a_site_says_kind_shape_and_calls() -> None:

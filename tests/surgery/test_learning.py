@@ -113,6 +113,30 @@ def test_a_norm_that_returns_learns_as_the_parameter_that_took_it_in(learns: boo
     assert flags == {"weight": learns, "bias": learns}
 
 
+class Within(nn.Module):
+    """A part of a network, whose other layers learn."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps: Tensor = self.last(self.part(x))
+        return maps
+
+
+def test_a_norm_in_a_part_learns_as_that_part() -> None:
+    """No module was at its place, so the nearest one around it decides."""
+    source = Within(Scaled().requires_grad_(False))
+    placed = Step("batchnorm", {}, (Edit("part.empty", "OutOfFactor"),))
+
+    norm = applying.apply_step(source, placed).get_submodule("part.empty")
+
+    flags = {name: parameter.requires_grad for name, parameter in norm.named_parameters()}
+    assert flags == {"weight": False, "bias": False}
+
+
 def test_a_plain_parameter_that_takes_in_a_norm_is_no_frozen_weight() -> None:
     """The step places no module there, so there is nothing to say of one."""
     source = Scaled()
