@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from normswap.copying import doubled
 from normswap.errors import RefusedError
@@ -26,11 +25,6 @@ def is_batchnorm(module: nn.Module) -> bool:
     """Whether a module is a norm that in eval mode uses statistics kept from training."""
     kind = known_norms.kind_of(module)
     return kind is not None and kind.statistics is Statistics.POPULATION
-
-
-def is_frozen(module: nn.Module) -> bool:
-    """Whether a module is a BatchNorm whose four tensors never change, not even in training."""
-    return is_batchnorm(module) and not isinstance(module, _BatchNorm) and not module._parameters
 
 
 def is_norm(module: nn.Module) -> bool:

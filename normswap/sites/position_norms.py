@@ -153,12 +153,6 @@ def layer_scale_gamma(module: nn.Module) -> Tensor:
     return parameter.detach().double()
 
 
-def is_at_each_position(module: nn.Module) -> bool:
-    """Whether a module is any kind of LayerNorm or RMSNorm."""
-    kind = kind_of(module)
-    return kind is not None and kind.statistics is Statistics.POSITION
-
-
 def refusal(module: nn.Module) -> str | None:
     """Return why gamma and beta of a LayerNorm or RMSNorm cannot be changed, or None."""
     if module._forward_hooks or module._forward_pre_hooks:

@@ -203,6 +203,19 @@ SCALARS: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "behind two sums": (lambda m, x: m.scale(m.a(x) + m.b(x)) + m.scale(m.c(x) + m.d(x)), False),
     "behind the input": (lambda m, x: m.a(m.scale(x)), False),
     "behind a sigmoid": (lambda m, x: m.b(m.scale(m.a(x).sigmoid())), False),
+    "behind a ReLU": (lambda m, x: m.b(m.scale(m.a(x).relu())), True),
+    "behind what is read through a ReLU": (
+        lambda m, x: m.scale(y := m.a(x)) + m.b(y.relu()),
+        True,
+    ),
+}
+# Of these, whether the layers before the scalar absorb it if it is negative.
+NEGATIVE_SCALARS = {
+    "behind a convolution": True,
+    "behind two convolutions": True,
+    "behind twice a convolution": True,
+    "behind a ReLU": False,
+    "behind what is read through a ReLU": False,
 }
 
 
@@ -228,6 +241,20 @@ def test_scalars_fold_where_they_can(
     # A scalar that is called behind two norms stays, as each norm folds by itself.
     if alpha > 0 and layer is conv:
         assert any(isinstance(module, Scale) for module in result.modules()) is not gone
+
+
+@pytest.mark.parametrize("name", NEGATIVE_SCALARS)
+def test_a_negative_scalar_passes_linear_steps_alone(name: str) -> None:
+    body, _ = SCALARS[name]
+    torch.manual_seed(0)
+    model = net(body, a=conv, b=conv, c=conv, scale=Scale(-0.7))().double().eval()
+    x = torch.randn(2, C, 9, 9, dtype=torch.float64)
+
+    result = applying.apply_step(model, step(inspection.inspect(model, x), "folded")[0])
+
+    stays = any(isinstance(module, Scale) for module in result.modules())
+    assert stays is not NEGATIVE_SCALARS[name]
+    assert distance(outputs(model, x), outputs(result, x)) <= EXACT
 
 
 architectures = pytest.mark.parametrize("arch", NORM_FREE)
