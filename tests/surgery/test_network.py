@@ -15,6 +15,7 @@ import normswap
 from normswap import provenance
 from normswap.analysis import advice
 from normswap.analysis.block_signals import signal_propagation
+from normswap.calibration import synthetic_images
 from normswap.graph import inspection
 from normswap.surgery import conversion, reverification
 from normswap.surgery.network import Network
@@ -257,3 +258,27 @@ def test_the_record_of_a_conversion_is_that_of_its_network() -> None:
 
     assert network.module is conversion.model
     assert normswap.convert(network, "weightnorm").report.passed
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"size": (3, 24, 16)}, {"inputs": torch.zeros(2, 3, 24, 16)}],
+    ids=["a size", "inputs"],
+)
+def test_synthetic_images_are_of_the_size_of_the_inputs(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    def make(model: nn.Module, form: object, size: tuple[int, ...], **_: object) -> list[object]:
+        sizes.append(tuple(size))
+        return [torch.zeros(2, *size)]
+
+    monkeypatch.setattr(synthetic_images, "make", make)
+    source = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    network = Network.of(source, calibrate="synthetic", **given)
+
+    assert network.images is not None
+    list(network.images)
+
+    assert sizes == [(3, 24, 16)]

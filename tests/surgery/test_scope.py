@@ -5,13 +5,15 @@ Then conversions of a part: loading, patterns that cannot be, where norms stood.
 """
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import timm
 import torch
-from support.lived_in_networks import batchnorms, distance, run, step
+from support.hand_written_networks import Net, PostAct
+from support.lived_in_networks import batchnorms, distance, lived_in, run, step
 from support.narrow_networks import norm_free, source as lived
 from support.sampled_tables import crossed, dice, one_in, quick
 from support.scheme_rows import ROWS, Row
@@ -350,3 +352,26 @@ def test_paths_are_named_by_the_widest_patterns(
     paths: list[str], others: list[str], expected: list[str]
 ) -> None:
     assert naming(paths, others) == expected
+
+
+class Bending(PostAct):
+    """A residual block whose branch ends in a function, where no scalar can stand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        branch = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+        return torch.relu(x + branch.tanh())
+
+
+def test_the_parts_that_a_refusal_says_to_skip_are_all_that_must_be_skipped() -> None:
+    torch.manual_seed(0)
+    source: Any = Net(PostAct).double()
+    source.blocks[1] = Bending(6).double()
+    source = lived_in(source, images(8)).eval()
+    with pytest.raises(RefusedError) as refused:
+        normswap.convert(source, "skipinit", inputs=images(2))
+
+    (pattern,) = re.findall(r"skip=\['(.*?)'\]", str(refused.value))
+    done = normswap.convert(source, "skipinit", inputs=images(2), skip=[pattern])
+
+    assert done.report.passed
+    assert batchnorms(done.model) == ["blocks.1.bn1", "blocks.1.bn2"]

@@ -57,6 +57,25 @@ def _group_norm(norm: nn.BatchNorm2d) -> nn.Module:
     return group_norm
 
 
+@pytest.mark.parametrize(
+    ("target", "steps"),
+    [
+        ("groupnorm", ["batchnorm", "groupnorm"]),
+        ("affine", ["affine"]),
+        ("batchnorm", ["batchnorm"]),
+        ("fixup", ["fixup"]),
+    ],
+)
+def test_norms_that_were_lost_come_back_for_a_target_that_replaces_norms(
+    target: str, steps: list[str]
+) -> None:
+    folded = source("folded")
+
+    path = conversion.scheme_path(Network(folded, images(2)).anatomy, target, {}, measured=False)
+
+    assert [chosen.scheme.name for chosen in path] == steps
+
+
 def is_exact(done: Conversion | nn.Module) -> bool:
     """Whether every step since the bare architecture claims to keep the function."""
     plan = Network(done.model if isinstance(done, Conversion) else done).provenance.plan

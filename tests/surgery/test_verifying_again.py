@@ -7,6 +7,9 @@ from support.lived_in_networks import lived_in
 from torch import Tensor, nn
 
 import normswap
+from normswap import provenance
+from normswap.plan import Arch
+from normswap.provenance import Provenance
 from normswap.surgery import reverification
 from normswap.surgery.network import Network
 
@@ -44,6 +47,30 @@ def test_rounding_leaves_no_doubt_where_the_weights_are_those_of_the_plan(tmp_pa
     assert "float64" in report.tolerance
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.conv(x))
+
+
+def test_rounding_leaves_no_doubt_where_blocks_are_compared_too() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 12, 12)
+    source = Amplifying()
+    source.body.insert(1, Residual())
+    source = lived_in(source, images.double()).float()
+    result = normswap.convert(source, "folded", inputs=images).model
+
+    report = reverification.again(Network(source, images), result)
+
+    assert report.verdict == "PROVED"
+    assert "float64" in report.tolerance
+
+
 def test_rounding_excuses_no_weight_that_is_another() -> None:
     source, result = _converted()
     weight = result.get_parameter("body.2.weight")
@@ -59,6 +86,13 @@ def test_rounding_excuses_no_layer_that_is_another() -> None:
     result.body[2].register_forward_hook(lambda _layer, _args, output: 1.001 * output)
 
     assert reverification.again(source, result).verdict == "WRONG"
+
+
+def test_rounding_excuses_no_hook_however_little_it_changes() -> None:
+    source, result = _converted()
+    result.body[2].register_forward_hook(lambda _layer, _args, output: (1 + 3e-7) * output)
+
+    assert reverification.again(source, result).verdict != "PROVED"
 
 
 class Choosing(nn.Module):
@@ -85,3 +119,37 @@ def test_a_choice_that_rounding_makes_is_no_mistake() -> None:
 
     assert report.worst.relative_l2 > 1e-3
     assert report.verdict == "PROVED"
+
+
+def test_only_an_exact_result_that_is_wrong_is_searched_for_the_first_layer() -> None:
+    """What a fit has changed is no mistake, and no layer is to blame for it."""
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 12, 12)
+    source = lived_in(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), images.double()).float()
+    exact = normswap.convert(source, "folded", inputs=images).model
+    fitted = normswap.convert(source, "groupnorm", inputs=images).model
+    with torch.no_grad():
+        exact.get_parameter("0.bias").add_(1)
+        fitted.get_parameter("0.bias").add_(1)
+
+    departures = {}
+    for name, result in (("exact", exact), ("fitted", fitted)):
+        network = Network(source, images)
+        report = reverification.again(network, result)
+        departures[name] = reverification.first_converted_layer_apart(network, result, report)
+
+    assert departures["exact"] is not None
+    assert departures["exact"].site == "0"
+    assert departures["fitted"] is None
+
+
+def test_a_source_is_opened_at_the_size_that_was_recorded_if_any_was() -> None:
+    arch = Arch(builder="timm", name="resnet18")
+    sized = Provenance(arch, "timm:resnet18", pretrained_cfg={"input_size": (3, 96, 80)})
+    unsized = Provenance(arch, "timm:resnet18")
+
+    with_size = reverification.how(provenance.attach(nn.Identity(), sized))
+    without_size = reverification.how(provenance.attach(nn.Identity(), unsized))
+
+    assert tuple(with_size["input_size"]) == (3, 96, 80)
+    assert "input_size" not in without_size
