@@ -365,3 +365,45 @@ def test_the_dimension_is_that_along_which_it_normalizes(name: str) -> None:
     assert position_norms.channel_dim(norm) == dim
     expected = function(x.movedim(dim, -1), (6,), eps=norm.eps).movedim(-1, dim)
     assert distance(expected, norm(x).detach()) < 1e-12
+
+
+@pytest.mark.parametrize("scheme", ["folded", "rmsnorm"])
+def test_a_norm_that_is_left_out_keeps_its_scale_and_shift(scheme: str) -> None:
+    model, x = small("vit")
+    skipped = "blocks.0.norm1"
+    before = model.get_submodule(skipped).state_dict()
+
+    done = normswap.convert(model, scheme, inputs=x, skip=[skipped])
+
+    after = done.model.get_submodule(skipped)
+    assert type(after) is type(model.get_submodule(skipped))
+    assert all(torch.equal(after.state_dict()[name], before[name]) for name in before)
+    taken = "blocks.0.norm2"
+    assert repr(done.model.get_submodule(taken)) != repr(model.get_submodule(taken))
+
+
+class AfterAnother(nn.Module):
+    """Two LayerNorms. An activation reads the first one, and a linear layer the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LayerNorm(6)
+        self.second = nn.LayerNorm(6)
+        self.linear = nn.Linear(6, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(self.second(self.first(x).sigmoid()))
+        scores: Tensor = self.head(rows.relu())
+        return scores
+
+
+def test_a_norm_that_keeps_its_scale_and_shift_keeps_no_other_from_moving_its_own() -> None:
+    model = inhabit(AfterAnother().double().eval())
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    done = normswap.convert(model, "folded", inputs=x)
+
+    moved = {path: not list(done.model.get_submodule(path).parameters()) for path in done.outcomes}
+    assert moved == {"first": False, "second": True}
+    assert distance(run(model, x), run(done.model, x)) < TOLERANCE

@@ -329,13 +329,15 @@ class Inputs(nn.Module):
         self.inner = Around(mix)
         self.words = nn.Embedding(10, 3)
 
-    def forward(self, x: Any, mask: Tensor | None = None) -> Any:
+    def forward(self, x: Any, mask: Tensor | None = None, scale: Tensor | None = None) -> Any:
         if isinstance(x, list):
             x = torch.stack(x)
         if not x.is_floating_point():
             x = self.words(x).movedim(-1, 1)
         if mask is not None:
             x = x * mask[:, None]
+        if scale is not None:
+            x = x * scale
         return self.inner(x)
 
 
@@ -390,10 +392,20 @@ INPUTS: dict[str, Callable[[], Any]] = {
     "large": lambda: torch.randn(2, 3, 96, 80),
     "tuple": lambda: (torch.randn(3, 3, 12, 12), torch.rand(3, 12, 12)),
     "dict": lambda: {"x": torch.randn(2, 3, 12, 12), "mask": torch.rand(2, 12, 12)},
+    "a number for all": lambda: {"x": torch.randn(2, 3, 12, 12), "scale": torch.tensor(0.7)},
     "list of batches": lambda: [torch.randn(2, 3, 12, 12), torch.randn(2, 3, 16, 16)],
     "list of images": lambda: ([torch.randn(3, 12, 12), torch.randn(3, 12, 12)],),
     "words": lambda: torch.randint(0, 10, (2, 12, 12)),
 }
+
+INPUTS_OF_EACH_KIND = [
+    "large",
+    "tuple",
+    "dict",
+    "a number for all",
+    "list of batches",
+    "list of images",
+]
 
 
 def convert(model: nn.Module, purpose: Any, x: Any = None, to: str = "groupnorm") -> Any:
@@ -476,8 +488,7 @@ def test_outputs_of_any_form(form: str) -> None:
     assert named in message
 
 
-@pytest.mark.parametrize("form", INPUTS)
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("form", quick(INPUTS, INPUTS_OF_EACH_KIND))
 def test_inputs_of_any_form(form: str) -> None:
     x = INPUTS[form]()
 
