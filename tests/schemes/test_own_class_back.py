@@ -110,10 +110,48 @@ def test_what_comes_back_is_in_the_mode_of_the_network(source: nn.Module, traini
     assert {module.training for module in back.modules()} == {training}
 
 
+class Dropped(nn.Module):
+    """A residual block whose branch ends in dropout."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Sequential(nn.Dropout(share))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.head((x + self.drop(self.norm(self.conv(x)))).mean((2, 3)))
+
+
+def test_a_layer_that_stood_before_a_scalar_has_its_own_path_again() -> None:
+    torch.manual_seed(0)
+    source = lived_in(Dropped(0.25), IMAGES.double()).float()
+    trained = normswap.convert(source, "skipinit", inputs=IMAGES).model
+    with torch.no_grad():
+        trained.get_parameter("drop.0.then.alpha").fill_(0.6)
+
+    back = normswap.convert(trained, "unfold", inputs=IMAGES, like=Dropped(0.25)).model
+
+    assert type(back) is Dropped
+    assert repr(back) == repr(source)
+    with torch.no_grad():
+        assert torch.allclose(back(IMAGES), trained(IMAGES), rtol=1e-4, atol=1e-5)
+
+
 def test_without_the_class_the_error_says_how_to_give_it(source: nn.Module) -> None:
     folded = normswap.convert(source, "folded", inputs=IMAGES).model
     with pytest.raises(RefusedError, match="like=MODEL"):
         normswap.convert(folded, "unfold", inputs=IMAGES)
+
+
+def test_no_other_option_is_taken_be_it_zero(source: nn.Module) -> None:
+    folded = normswap.convert(source, "folded", inputs=IMAGES).model
+
+    with pytest.raises(OptionError, match="groups"):
+        normswap.convert(folded, "unfold", inputs=IMAGES, like=Mine(), groups=0)
 
 
 def test_another_class_or_width_is_refused(source: nn.Module) -> None:
