@@ -181,7 +181,7 @@ def demanded(reason: str) -> str:
             it is returned as it is.
     """
     for pattern, words in _DEMANDS:
-        found = re.fullmatch(pattern, reason.strip(), re.IGNORECASE | re.DOTALL)
+        found = re.fullmatch(pattern, reason, re.IGNORECASE | re.DOTALL)
         if found:
             return found.expand(words)
     return reason

@@ -211,6 +211,28 @@ def _gpu_switches(cudnn: Any, products: Any) -> list[tuple[Any, str, object]]:
     return older
 
 
+def _cpu_switches() -> list[tuple[Any, str, object]]:
+    """Return the settings of torch that shorten products on a CPU, as `_gpu_switches` does.
+
+    Older versions of torch have none for the CPU alone.
+    """
+    cpu = cast(Any, torch.backends.mkldnn)
+    if not (hasattr(cpu, "matmul") and hasattr(cpu, "conv")):
+        return []
+    return [(cpu.matmul, "fp32_precision", "ieee"), (cpu.conv, "fp32_precision", "ieee")]
+
+
+def _product_precision() -> str | None:
+    """Return what `torch.set_float32_matmul_precision` was given: highest, high or medium.
+
+    The result is None if the caller has used the newer names, by which torch cannot tell it.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
 @contextmanager
 def _without_tf32() -> Iterator[None]:
     """Inside a `with` block, compute products of float32 numbers in float32.
@@ -219,26 +241,30 @@ def _without_tf32() -> Iterator[None]:
     CPU it may use bfloat16, if the user has called `torch.set_float32_matmul_precision`.
     """
     cudnn = cast(Any, torch.backends.cudnn)
-    products = torch.backends.cuda.matmul
-    cpu = cast(Any, torch.backends.mkldnn)
-    switches: list[tuple[Any, str, object]] = []
-    # Older versions of torch have one switch, `allow_tf32`, and none for the CPU alone.
-    if hasattr(cpu, "matmul") and hasattr(cpu, "conv"):
-        switches = [
-            (cpu.matmul, "fp32_precision", "ieee"),
-            (cpu.conv, "fp32_precision", "ieee"),
-        ]
-    # Remember the settings of the GPU and of the CPU, in the order in which they are changed.
+    products = cast(Any, torch.backends.cuda.matmul)
     gpu_switches = _gpu_switches(cudnn, products)
-    before = [getattr(holder, name) for holder, name, _ in gpu_switches]
-    before += [getattr(holder, name) for holder, name, _ in switches]
-    switches = [*gpu_switches, *switches]
+    cpu_switches = _cpu_switches()
+
+    # Remember the settings. `allow_tf32` has two values, and the precision of products has three by
+    # one other name and four by the newest, so it is remembered by all of its names.
+    gpu_before = [(holder, name, getattr(holder, name)) for holder, name, _ in gpu_switches]
+    cpu_before = [(holder, name, getattr(holder, name)) for holder, name, _ in cpu_switches]
+    precision = _product_precision()
+    newest_before = []
+    if hasattr(products, "fp32_precision"):
+        newest_before.append((products, "fp32_precision", products.fp32_precision))
+
     try:
-        for holder, name, value in switches:
+        for holder, name, value in [*gpu_switches, *cpu_switches]:
             setattr(holder, name, value)
         yield
     finally:
-        for (holder, name, _), value in zip(switches, before, strict=True):
+        # Each name sets values of those that follow, and none of those before it.
+        for holder, name, value in gpu_before:
+            setattr(holder, name, value)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        for holder, name, value in [*cpu_before, *newest_before]:
             setattr(holder, name, value)
 
 

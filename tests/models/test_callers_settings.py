@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.torch_settings import settings
+from support.torch_settings import precisions, settings
 from torch import Tensor, nn
 
 import normswap
@@ -18,7 +18,7 @@ from normswap.models.modes import callers_dtype, full_precision
 IMAGES = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=["as torch has them", "others", "deterministic", "frozen"])
+@pytest.fixture(params=["as torch has them", "others", "short products", "deterministic", "frozen"])
 def set_before(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
@@ -29,6 +29,8 @@ def set_before(
         torch.set_default_dtype(torch.float64)
         torch.set_float32_matmul_precision("high")
         torch.use_deterministic_algorithms(True, warn_only=True)
+    elif request.param == "short products":
+        torch.set_float32_matmul_precision("medium")
     elif request.param == "deterministic":
         torch.use_deterministic_algorithms(True)
     elif request.param == "frozen":
@@ -50,6 +52,17 @@ def test_a_conversion_restores_them(set_before: dict[str, Any]) -> None:
     normswap.convert(network, "folded", inputs=IMAGES)
 
     assert settings() == set_before
+
+
+def test_products_are_whole_in_full_precision(set_before: dict[str, Any]) -> None:
+    with full_precision():
+        inside = precisions()
+
+    values = {inside[name] for name in ("float32 products", "cuda.matmul", "mkldnn.matmul")}
+    assert values <= {"highest", "ieee"}
+    assert inside["cuda.matmul.allow_tf32"] == "False"
+    assert inside["cudnn.conv"] in ("none", "ieee")
+    assert inside["mkldnn.conv"] == "ieee"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -264,6 +264,59 @@ def test_a_source_is_recorded_so_that_it_opens_from_another_folder(
         assert provenance.of(again).source == source
 
 
+def test_a_class_of_transformers_is_built_from_the_users_arguments() -> None:
+    arguments = {
+        "model_type": "resnet",
+        "depths": [1, 2],
+        "hidden_sizes": [8, 16],
+        "embedding_size": 8,
+        "layer_type": "basic",
+        "image_size": 40,
+    }
+    name = "hf:ResNetForImageClassification"
+
+    model = zoo.open_source(name, weights="random", arch_args=arguments, num_classes=7, in_chans=2)
+
+    kwargs = {**arguments, "num_labels": 7, "num_channels": 2}
+    assert origin(model) == provenance.Provenance(
+        arch=Arch("ResNetForImageClassification", kwargs, "transformers"),
+        source=name,
+        sha256=None,
+        pretrained_cfg={"input_size": [2, 40, 40], "num_classes": 7},
+    )
+    assert model(torch.zeros(1, 2, 40, 40)).logits.shape == (1, 7)
+
+
+def test_a_stored_config_names_no_file_and_no_weights_to_fetch() -> None:
+    images = {"input_size": [3, 48, 32], "mean": [0.1, 0.2, 0.3]}
+    backbone = {"_name_or_path": "me/net", "depths": [1, 2], "use_pretrained_backbone": True}
+    stated = {
+        "_name_or_path": "/home/me",
+        "architectures": ["Net"],
+        "torch_dtype": "float16",
+        "auto_map": {"AutoModel": "code.Net"},
+        "model_type": "detr",
+        "use_pretrained_backbone": True,
+        "backbone_config": {**backbone, "pretrained_cfg": {**images, "url": "https://x"}},
+        "pretrained_cfg": {**images, "hf_hub_id": "timm/", "dtype": "float16"},
+        "id2label": {"0": "cat"},
+        "sizes": [{"url": "kept"}],
+    }
+
+    assert hub.bare(stated) == {
+        "model_type": "detr",
+        "use_pretrained_backbone": False,
+        "backbone_config": {
+            "depths": [1, 2],
+            "use_pretrained_backbone": False,
+            "pretrained_cfg": images,
+        },
+        "pretrained_cfg": {**images, "dtype": "float16"},
+        "id2label": {"0": "cat"},
+        "sizes": [{"url": "kept"}],
+    }
+
+
 def test_names_of_classes_are_in_the_order_of_their_numbers(here: Path) -> None:
     """In a config.json they may be sorted as words: 0, 1, 10, 11, 2."""
     names = {number: f"class {number}" for number in range(12)}

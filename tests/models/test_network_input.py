@@ -82,6 +82,35 @@ def test_a_config_tells() -> None:
     assert network_input.size(model) == (2, 48, 48)
 
 
+class Rearranges(nn.Module):
+    """Puts each square of pixels into the channels before its first convolution."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+        self.conv = nn.Conv2d(12, 4, 1)
+        self.pretrained_cfg = {"input_size": (3, 20, 24)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(nn.functional.pixel_unshuffle(x, self.side))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Rearranges(2), (3, 20, 24)),
+        (Rearranges(1), (12, 20, 24)),
+        # It runs on neither size, so what it states is all that is known.
+        (Rearranges(7), (3, 20, 24)),
+    ],
+    ids=["as it states", "as its first layer has it", "neither"],
+)
+def test_a_run_decides_between_two_numbers_of_channels(
+    model: nn.Module, expected: tuple[int, ...]
+) -> None:
+    assert network_input.size(model) == expected
+
+
 class Both(nn.Module):
     """Takes two arguments, gives everything one can give."""
 
@@ -226,6 +255,11 @@ def test_one_broken_number_is_enough(name: str, value: float) -> None:
     assert not network_input.has_broken_statistics(norm)
     getattr(norm, name)[1] = value
     assert network_input.has_broken_statistics(norm)
+
+    with pytest.raises(SourceError, match="statistics of the network "):
+        network_input.check_values(norm)
+    with pytest.raises(SourceError, match=r"statistics of 1\.0 "):
+        network_input.check_values(nn.Sequential(nn.ReLU(), nn.Sequential(norm)))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "float32"])

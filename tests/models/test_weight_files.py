@@ -221,6 +221,43 @@ def test_a_whole_network_is_read_without_its_code(tmp_path: Path) -> None:
     assert (tmp_path / "w.pt").exists()
 
 
+def test_what_lies_beside_the_weights_and_is_no_state_dict_is_passed_over(
+    tmp_path: Path, state: State
+) -> None:
+    numbers = {"loss": torch.tensor(0.5), "epoch": 3}
+    torch.save({"network": state, "last": numbers, "history": [numbers]}, tmp_path / "w.pth")
+
+    found = read(tmp_path / "w.pth")
+
+    assert same(small(), dict(found))
+    assert found.keys() == state.keys()
+
+
+@pytest.mark.parametrize(
+    ("endings", "said"),
+    [
+        (("weight", "bias"), "normswap.recalibrate"),
+        (("conv1.weight", "conv2.weight", "fc.weight"), "--like ARCH"),
+    ],
+    ids=["parameters alone", "fused"],
+)
+def test_the_remedy_tells_why_statistics_are_missing(
+    endings: tuple[str, ...], said: str, tmp_path: Path, state: State
+) -> None:
+    kept = {name: tensor for name, tensor in state.items() if name.endswith(endings)}
+    save_file(kept, tmp_path / "w.safetensors")
+
+    with pytest.raises(SourceError) as caught:
+        open_source(str(tmp_path / "w.safetensors"), **SMALL)
+
+    assert said in caught.value.remedy
+
+
+def test_a_directory_is_no_weights_file(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="is a directory"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("value", [complex("nan"), complex(0, float("inf"))])
 def test_complex_numbers_are_looked_at_too(value: complex) -> None:
     check_finite({"weight": torch.ones(3, dtype=torch.complex64)}, "it")

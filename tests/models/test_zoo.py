@@ -45,12 +45,17 @@ def folder(tmp_path: Path, state: State) -> Path:
         (Arch("renset50"), ["unknown model 'renset50'", "resnet50"]),
         (Arch("zzzzzz"), ["unknown model 'zzzzzz'"]),
         (Arch("resnet50.a1_ink"), ["no weights 'a1_ink'", "resnet50.a1_in1k"]),
+        (Arch("resnet50x.a1_in1k"), ["unknown model", "resnet50.a1_in1k"]),
         (Arch("hf-hub:timm/resnet18"), ["unknown model"]),
         (Arch("local-dir:/tmp"), ["unknown model"]),
         (Arch("resnet18", {"chanels": [1]}), ["resnet18", "chanels"]),
         (Arch("resnet18", {"block_args": 3}), ["resnet18", "block_args=3"]),
         (Arch("resnet18", {"pretrained": True}), ["pretrained"]),
         (Arch("resnet18", {"checkpoint_path": "/x"}), ["checkpoint_path"]),
+        (
+            Arch("resnet18", {"features_only": True, "cache_dir": "x"}),
+            ["features_only", "cache_dir"],
+        ),
         (Arch("resnet18", {"a": [[{"checkpoint_path": "x"}]]}), ["checkpoint_path"]),
         (Arch("resnet18", {"a": [[[{"b": "/x"}]]]}), ["a file or an address"]),
     ],
@@ -90,6 +95,27 @@ def test_flat_config(folder: Path, state: State) -> None:
     (folder / "config.json").write_text(json.dumps(flat))
 
     assert network_input.size(open_source(str(folder))) == (3, 40, 40)
+
+
+@pytest.mark.parametrize(
+    ("stated", "implied"),
+    [([3, 32, 48], {"img_size": [32, 48]}), ([3, 224, 224], {})],
+)
+def test_a_network_of_a_fixed_size_is_built_for_the_size_of_its_images(
+    stated: list[int], implied: dict[str, Any], tmp_path: Path
+) -> None:
+    args = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    name = "vit_tiny_patch16_224"
+    source = timm.create_model(name, num_classes=10, img_size=tuple(stated[1:]), **args).eval()
+    place = tmp_path / "vit"
+    cfg = {"input_size": stated, "fixed_input_size": True}
+    write_folder(place, source.state_dict(), architecture=name, model_args=args, pretrained_cfg=cfg)
+
+    model = open_source(str(place))
+
+    assert same(model, dict(source.state_dict()))
+    assert origin(model).arch == Arch(name, {**implied, "num_classes": 10, **args})
+    assert network_input.size(model) == tuple(stated)
 
 
 def test_another_head_and_stem(folder: Path, state: State) -> None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -26,7 +27,7 @@ from normswap.errors import OutputError, PlanError, RefusedError, SourceError
 from normswap.plan import Arch, Plan, Step
 from normswap.proof.verdict import Error, Kept, Report
 from normswap.provenance import Provenance
-from normswap.storage import checkpoint, model_card
+from normswap.storage import checkpoint, header, model_card, network_folder
 from normswap.surgery.conversion import convert
 
 CHANNELS = (8, 16, 24, 32)
@@ -86,6 +87,65 @@ def test_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     loaded = checkpoint.load(checkpoint.save(conversion, tmp_path / "out"))
     assert {p.dtype for p in loaded.parameters()} == {dtype}
     assert torch.equal(loaded(images().to(dtype)), conversion.model(images().to(dtype)))
+
+
+def two_norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.BatchNorm2d(4)
+    second = nn.BatchNorm2d(6)
+    layers = (nn.Conv2d(3, 4, 3), first, nn.ReLU(), nn.Conv2d(4, 6, 3), second)
+    return lived_in(nn.Sequential(*layers), torch.randn(4, 3, 16, 16)).float().eval()
+
+
+def with_settings() -> nn.Sequential:
+    """The two norms, with settings that are neither the usual ones nor those of each other."""
+    model: Any = two_norms()
+    first = model[1]
+    second = model[4]
+    first.eps = 1e-3
+    first.momentum = None
+    second.eps = 1e-4
+    second.momentum = 0.3
+    return model
+
+
+def test_every_number_of_a_replaced_norm_comes_back_from_a_directory(tmp_path: Path) -> None:
+    source = with_settings()
+    done = convert(source, "folded", input_size=(3, 16, 16))
+
+    loaded = checkpoint.load(checkpoint.save(done, tmp_path / "net"), skeleton=two_norms())
+
+    norms = provenance.of(loaded).norms
+    torch.testing.assert_close(
+        norms, provenance.of(done.model).norms, rtol=0, atol=0, equal_nan=True
+    )
+    back = convert(loaded, "unfold", input_size=(3, 16, 16), like=with_settings()).model
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    assert distance(run(source, x), run(back, x)) < 1e-5
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    conversion = convert(two_norms(), "folded", input_size=(3, 16, 16))
+    long_source = provenance.Provenance(source="x" * 20_000)
+    nameless = provenance.attach(conversion.model, long_source)
+
+    with pytest.raises(OutputError, match=r"model\.safetensors: .* source"):
+        checkpoint.save(nameless, tmp_path / "net")
+    with pytest.raises(OutputError, match=r"model\.safetensors: .* version 99"):
+        header.record_to_write({"version": 99}, tmp_path / "net" / "model.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_run_names_the_networks_in_it(tmp_path: Path) -> None:
+    network_folder.check_no_run(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("summary: x")
+    network_folder.check_no_run(tmp_path)
+    (tmp_path / "best").mkdir()
+
+    with pytest.raises(SourceError) as caught:
+        network_folder.check_no_run(tmp_path)
+
+    assert str(tmp_path / "best") in caught.value.remedy
 
 
 def test_a_users_own_network_needs_its_skeleton(tmp_path: Path) -> None:

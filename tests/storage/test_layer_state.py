@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.model_sources import rewrite
 from support.odd_networks import Mended
 from torch import Tensor, nn
 
@@ -49,6 +50,31 @@ def test_a_layer_that_mends_old_files_leaves_a_new_one(scheme: str, tmp_path: Pa
     loaded = normswap.load(normswap.save(done, tmp_path / "network"), skeleton=network())
 
     assert torch.equal(loaded.get_parameter("0.weight"), done.model.get_parameter("0.weight"))
+
+
+@pytest.mark.parametrize(
+    ("header", "dropped", "mended"),
+    [
+        ({}, ["layers"], False),
+        ({"layers": {}}, [], True),
+        ({"layers": {"0": {"version": 2}}}, [], True),
+        ({"layers": {"0": {"version": 3}}}, [], False),
+    ],
+    ids=["no record", "version 1", "version 2", "version 3"],
+)
+def test_a_layer_reads_its_tensors_by_the_version_that_wrote_them(
+    header: dict[str, Any], dropped: list[str], mended: bool, tmp_path: Path
+) -> None:
+    """A file without a record of versions is taken for one of this version."""
+    done = normswap.convert(network(), "affine", inputs=IMAGES, skip=["0"])
+    place = normswap.save(done, tmp_path / "network")
+    rewrite(place, header=header, dropped=dropped)
+
+    loaded = normswap.load(place, skeleton=network())
+
+    written = done.model.get_parameter("0.weight")
+    expected = written.flip(0) if mended else written
+    assert torch.equal(loaded.get_parameter("0.weight"), expected)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +152,36 @@ def test_a_skeleton_without_values_is_filled(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(IMAGES), done.model(IMAGES))
     assert all(parameter.is_meta for parameter in skeleton.parameters())
+
+
+def tied() -> nn.Sequential:
+    """Two layers behind a norm that hold the same tensors, one of which is a buffer."""
+    first = nn.Conv2d(8, 8, 1)
+    first.register_buffer("scale", torch.full((1,), 2.0))
+    second = nn.Conv2d(8, 8, 1)
+    second.weight = first.weight
+    second.bias = first.bias
+    return network(first, second)
+
+
+def test_parameters_of_a_skeleton_without_values_stay_what_they_are(tmp_path: Path) -> None:
+    done = normswap.convert(tied(), "folded", inputs=IMAGES)
+    place = normswap.save(done, tmp_path / "network")
+    with torch.device("meta"):
+        skeleton = tied()
+    skeleton.get_parameter("3.bias").requires_grad_(False)
+
+    loaded = normswap.load(place, skeleton=skeleton)
+
+    parameters = dict(loaded.named_parameters())
+    assert parameters.keys() == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert all(isinstance(parameter, nn.Parameter) for parameter in parameters.values())
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    assert frozen == ["3.bias"]
+    assert loaded.get_parameter("3.weight") is loaded.get_parameter("4.weight")
+    buffers = dict(loaded.named_buffers())
+    assert buffers.keys() == {"3.scale"}
+    assert not isinstance(buffers["3.scale"], nn.Parameter)
 
 
 def test_values_that_no_file_holds_are_missed_in_a_skeleton_without_values(tmp_path: Path) -> None:

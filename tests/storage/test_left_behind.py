@@ -138,6 +138,18 @@ def test_a_file_may_have_the_name_of_the_folder_for_old_ones(name: str, tmp_path
     assert hidden(tmp_path) == []
 
 
+def test_an_old_file_called_old_is_put_back_like_any_other(tmp_path: Path) -> None:
+    names = ("old", "net.xml")
+    export(tmp_path, "first", names)
+    assert killed_at(2, lambda: export(tmp_path, "second", names))
+    assert found(tmp_path) == {}
+
+    with notes():
+        left_behind.put_back(tmp_path / "net.xml")
+
+    assert found(tmp_path) == {name: f"first {name}" for name in names}
+
+
 def test_the_command_that_puts_back_does_so(tmp_path: Path) -> None:
     export(tmp_path, "old")
     assert killed_at(3, lambda: export(tmp_path, "new"))

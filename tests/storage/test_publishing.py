@@ -2,6 +2,7 @@
 hub's protocol.
 """
 
+import itertools
 import json
 import os
 import re
@@ -28,9 +29,10 @@ import normswap
 from normswap import reading
 from normswap.cli.app import main
 from normswap.cli.commands import push_command
-from normswap.plan import Arch
+from normswap.errors import OptionError, SourceError
+from normswap.plan import Arch, Plan, Step
 from normswap.provenance import Provenance
-from normswap.storage import checkpoint, model_card
+from normswap.storage import checkpoint, model_card, publishing
 from normswap.storage.network_folder import FILES
 
 ARGS = {"num_classes": 4, "channels": (64, 64, 64, 64)}
@@ -261,6 +263,37 @@ def test_the_config_and_the_card_are_written_anew_from_the_weights(
     assert not any(b"TOPSECRET" in content for content in pushed.values())
 
 
+def test_a_refusal_to_read_a_directory_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SourceError, match="nowhere") as missing:
+        normswap.push(tmp_path / "nowhere", "me/small")
+    assert missing.value.remedy
+
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    moments = itertools.count()
+    monkeypatch.setattr(publishing, "_identity_of", lambda status: (next(moments),))
+    with pytest.raises(SourceError, match="was changed while it was read") as changed:
+        normswap.push(tmp_path, "me/small")
+    assert changed.value.remedy
+
+
+def test_the_license_is_that_of_the_source(hub: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
+    hub["some/base"] = tmp_path / "base"
+    on_record = Provenance(Arch("resnet18"), "hf-hub:some/base", "ab12", {"license": "mit"})
+    on_card = replace(on_record, pretrained_cfg={})
+    random = replace(on_record, sha256=None)
+    unknown = replace(on_card, source="/home/me/net.pth")
+
+    assert publishing._license_of_source(on_record, tmp_path) == "mit"
+    assert publishing._license_of_source(on_card, tmp_path) == "bsd-3-clause"
+    for record in (random, unknown):
+        with pytest.raises(OptionError, match="license="):
+            publishing._license_of_source(record, tmp_path)
+
+
 def test_a_file_that_changes_while_it_is_checked_is_not_pushed(
     source: nn.Module,
     hub: dict[str, Path],
@@ -298,7 +331,9 @@ def test_private_reaches_the_hub_and_a_public_repository_is_refused(
     assert not HfApi().repo_info("me/open").private
     before = (hub["me/open"] / "README.md").read_bytes()
     assert main(["push", "out", "me/open", "--license", "other", "--private"]) == 2
-    assert "me/open is there already, and public" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "me/open is there already, and public" in error
+    assert constants.ENDPOINT in error, "where it can be made private"
     assert (hub["me/open"] / "README.md").read_bytes() == before
 
 
@@ -376,6 +411,43 @@ def test_push_measures_on_the_images_that_are_named(
     assert main(["push", "out", "me/known", *options, "--data", "hfds/me/photos"]) == 0
     assert ModelCard.load("me/known").data.datasets == ["me/photos"]
     assert (hub["me/known"] / ".eval_results/photos.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("schemes", "builder", "thaws"),
+    [
+        ((), "timm", False),
+        (("frozen-bn",), "timm", True),
+        (("skipinit", "frozen-bn"), "timm", True),
+        (("frozen-bn", "groupnorm"), "timm", False),
+        (("frozen-bn",), "torchvision", False),
+    ],
+)
+def test_the_card_warns_of_norms_that_only_timm_would_thaw(
+    schemes: tuple[str, ...], builder: str, thaws: bool
+) -> None:
+    plan = Plan(tuple(Step(scheme, {}, ()) for scheme in schemes))
+    record = Provenance(Arch("resnet18", {}, builder), "resnet18.a1_in1k", "ab12", plan=plan)
+
+    assert ("timm opens it with BatchNorms" in model_card.render(record, None)) is thaws
+
+
+@pytest.mark.parametrize(
+    ("arch", "trusts"),
+    [
+        (None, False),
+        (Arch("resnet18"), False),
+        (Arch("resnet18", {}, "torchvision"), False),
+        (Arch("nets:make", {}, "factory"), True),
+    ],
+)
+def test_the_code_of_a_card_trusts_a_users_own_function_alone(
+    arch: Arch | None, trusts: bool
+) -> None:
+    code = model_card.loading_code("me/net", Provenance(arch))
+
+    assert 'normswap.open("me/net"' in code
+    assert ("trust_factory=True" in code) is trusts
 
 
 BASES = {

@@ -74,6 +74,18 @@ def within_itself() -> dict[str, Any]:
     return state
 
 
+def nested() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that nested tensors are new
+        return {"weight": torch.nested.nested_tensor([torch.ones(3)])}
+
+
+def quantized() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that they are deprecated
+        return {"weight": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}
+
+
 class Block(nn.Module):
     pass
 
@@ -98,6 +110,8 @@ WEIGHTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a network within itself": (without_end, "pickle of Python objects"),
     "a network of 2**50 layers": (twice_as_many, "pickle of Python objects"),
     "a sparse tensor": (lambda: {"weight": torch.eye(3).to_sparse()}, "sparse"),
+    "a nested tensor": (nested, "holds a sparse or quantized tensor: weight"),
+    "a quantized tensor": (quantized, "holds a sparse or quantized tensor: weight"),
     "keys that are no names": (lambda: {(1, 2): torch.zeros(1)}, "a tuple"),
 }
 
