@@ -26,7 +26,7 @@ from normswap.cli import commands, progress, tables
 from normswap.cli.app import load, main
 from normswap.cli.commands import recalibrate_command, schemes_command
 from normswap.cli.commands.export_command import Written
-from normswap.cli.options import Opening, last_part, parse
+from normswap.cli.options import ImageOpening, Opening, last_part, parse
 from normswap.errors import OptionError
 from normswap.exporting.settings import FileSettings
 from normswap.storage import checkpoint
@@ -296,6 +296,22 @@ def test_a_scope_is_shown_without_brackets(capfd: Capture) -> None:
 )
 def test_values_of_arch_arg(text: str, value: Any) -> None:
     assert parse(text) == value
+
+
+def test_a_damaged_network_is_opened_on_the_device_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[str, str]] = []
+
+    def opened(_: Opening, name: str, *, device: str) -> nn.Module:
+        given.append((name, device))
+        return nn.Identity()
+
+    monkeypatch.setattr(ImageOpening, "open", opened)
+
+    ImageOpening().open_damaged("net", device="cuda")
+
+    assert given == [("net", "cuda")]
 
 
 @pytest.mark.parametrize("text", ["channels", "=3", "1st=3", "two words=3"])

@@ -439,6 +439,24 @@ def test_adaptive_clipping_leaves_the_classifier_alone(
     assert some
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("norm", [0.3, -0.4, 0.0]), ("value", [0.5, -0.5, 0.0])],
+)
+def test_gradients_are_clipped_by_their_common_norm_or_one_by_one(
+    mode: str, expected: list[float]
+) -> None:
+    """They are 3, -4 and 0, whose norm is 5."""
+    linear = nn.Linear(2, 1)
+    linear.weight.grad = torch.tensor([[3.0, -4.0]])
+    linear.bias.grad = torch.zeros(1)
+
+    clip_gradients(linear, Clip(mode=mode, value=0.5))
+
+    found = [*linear.weight.grad.flatten().tolist(), *linear.bias.grad.tolist()]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_adaptive_clipping_of_a_transposed_convolution_goes_by_its_outputs() -> None:
     torch.manual_seed(0)
     conv = nn.ConvTranspose2d(4, 6, 3, bias=False)

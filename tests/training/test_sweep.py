@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -483,6 +484,34 @@ def test_workers_wait_for_each_other_in_sqlite(tmp_path: Path) -> None:
         pytest.raises(sqlite3.OperationalError, match="locked"),
     ):
         other.execute("BEGIN IMMEDIATE")
+
+
+def recorded(state: str, lr: float | None, **more: Any) -> Any:
+    """A trial as Optuna keeps it. Without a learning rate it was started without a point."""
+    point = {} if lr is None else {"fixed_params": {"lr": lr, "seed": 3}}
+    more = {"value": None, "duration": None, "user_attrs": {}, **more}
+    return SimpleNamespace(state=SimpleNamespace(name=state), system_attrs=point, **more)
+
+
+def test_the_runs_that_were_begun_are_listed_once_whatever_stands_between() -> None:
+    done = {"train_loss": 0.5, "folder": "runs/a"}
+    lost = {"lost": "diverged", "note": "the loss is nan"}
+    minute = timedelta(minutes=1)
+    found = Sweep.__new__(Sweep)
+    found.__dict__["_valid"] = lambda: [
+        recorded("WAITING", 0.5),
+        recorded("RUNNING", None),
+        recorded("COMPLETE", 0.25, value=91.5, duration=minute, user_attrs=done),
+        recorded("FAIL", 0.125, user_attrs=lost),
+        recorded("RUNNING", 0.25),
+        recorded("RUNNING", 1.0),
+    ]
+
+    assert found.trials() == [
+        Trial(0.125, 3, "diverged", note="the loss is nan"),
+        Trial(0.25, 3, "done", 91.5, 0.5, "", "runs/a", 60.0),
+        Trial(1.0, 3, "running", note=""),
+    ]
 
 
 @pytest.mark.parametrize("model", ["net", None])
