@@ -98,3 +98,28 @@ def test_objects_side_by_side_may_have_the_same_keys() -> None:
 
     assert reading.parse_json(text) == [{"a": 1, "b": {"a": 2}}, {"a": 3}]
     assert reading.parse_yaml(text) == [{"a": 1, "b": {"a": 2}}, {"a": 3}]
+
+
+# Half a character, as JSON may spell it and no file in UTF-8 can hold it.
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"outer": [{HALF: 1}]}, r"a key in outer\[0\]"),
+        ({"outer": [1, {"inner": HALF}]}, r"outer\[1\]\.inner"),
+        ({"outer": {(1, 2): 3}}, "a key in outer"),
+        ({"outer": {"inner": b"bytes"}}, r"outer\.inner is a bytes"),
+        ([{1, 2}], r"\[0\] is a set"),
+    ],
+)
+def test_what_is_no_plain_data_is_named_by_its_place(tree: object, said: str) -> None:
+    with pytest.raises(UnreadableError, match=said):
+        reading.check_plain(tree)
+
+
+@pytest.mark.parametrize("text", [r'{"a": {"\ud800": 1}}', r'{"a": "\ud800"}'])
+def test_half_a_character_is_refused_in_json(text: str) -> None:
+    with pytest.raises(UnreadableError, match="no valid text"):
+        reading.parse_json(text)

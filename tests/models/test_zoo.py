@@ -19,7 +19,7 @@ from torch import nn
 
 import normswap
 from normswap.errors import NormswapError, OptionError, SourceError, WeightsNote
-from normswap.models import network_input, zoo
+from normswap.models import building, network_input, zoo
 from normswap.models.zoo import create, hash_tensors, identify, open_source
 from normswap.plan import Arch
 
@@ -65,6 +65,26 @@ def test_create_refuses(arch: Arch, said: list[str]) -> None:
         create(arch)
     assert all(word in str(caught.value) for word in said)
     assert "\n" not in str(caught.value)
+
+
+def test_a_network_that_is_too_large_is_found_before_values_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(building, "_MOST_MODULES", 4)
+    devices: list[str] = []
+
+    def build(count: int) -> nn.Module:
+        layers = [nn.Linear(2, 2) for _ in range(count)]
+        devices.append(layers[0].weight.device.type)
+        return nn.Sequential(*layers)
+
+    building.check_size(lambda: building.make("net", build, {"count": 4}))
+    with pytest.raises(building.TooLargeError, match="net"):
+        building.check_size(lambda: building.make("net", build, {"count": 5}))
+    # Whatever else is wrong with a network, the real build says so.
+    building.check_size(lambda: building.make("net", build, {"width": 5}))
+
+    assert devices == ["meta", "meta"]
 
 
 @pytest.mark.parametrize("prefix", ["", "local-dir:"])
