@@ -252,6 +252,22 @@ def test_of_many_warnings_about_a_proof_five_are_printed_and_the_others_counted(
     assert warnings[5:] == ["warning: ... and 2 more"]
 
 
+def test_the_axis_of_an_agreement_is_named_once_if_it_is_no_axis_of_classes(
+    capfd: Capture,
+) -> None:
+    error = {"precision": "float32", "size": (3, 8, 8), "relative_l2": None, "largest": 0.25}
+    of_axes = [("masks, axis 3", 3), ("", 2), ("scores, axis 1", 1), ("masks, axis 3", 3)]
+    logits = [{**error, "answer": answer, "axis": axis} for answer, axis in of_axes]
+
+    tables.print_proof({"exact": False, "inputs": "noise", "logits": logits, "remarks": []})
+
+    lines = printed(capfd)
+    assert [line for line in lines if "axis" in line] == ["agreement: by masks, axis 3"]
+    # A distance that was not measured is an empty column.
+    rows = [line.split() for line in lines if "float32" in line]
+    assert rows == [["float32", "3x8x8", "2.5e-01"]] * 4
+
+
 @pytest.mark.parametrize(
     ("alone", "call"),
     [(True, 'timm.create_model("hf-hub:me/net", pretrained=True)'), (False, "MODEL hf-hub:me/net")],
