@@ -20,6 +20,7 @@ class Tie(nn.Module):
 
     def __init__(self, chosen: int | None = None) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.scores = nn.Parameter(torch.ones(1000))
         self.conv = nn.Conv2d(3, 4, 3)
         self.chosen = chosen
@@ -169,7 +170,7 @@ class Foreign(nn.Module):
         return (self.weight * x).clamp(-self.most, self.most)
 
 
-@pytest.mark.parametrize("layers", [[], [nn.Conv2d(3, 3, 1), nn.ReLU()]], ids=["alone", "beside"])
+@pytest.mark.parametrize("layers", [[], [nn.ReLU(), nn.Identity()]], ids=["alone", "beside"])
 @pytest.mark.parametrize(("most", "verdict"), [(1e4, "PROVED"), (20.0, "WRONG")])
 def test_a_foreign_layer_is_also_held_at_ten_times_the_images(
     layers: list[nn.Module], most: float, verdict: str
