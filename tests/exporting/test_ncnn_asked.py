@@ -230,7 +230,7 @@ def test_a_file_is_run_by_its_names(
     ours: bool, inside: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = GIVEN[ours, inside]
-    net = Net(inner=names)
+    net = Net(inner=GIVEN[ours, True])
     lines = [f'# normswap.{key} "{TEXTS[key]}"' for key in ("inputs", "outputs")]
     text = "\n".join([NAMED, *lines]) if ours else GRAPH
     view, other = two_inputs()
