@@ -279,6 +279,7 @@ class SignsAndSums(nn.Module):
         sign = torch.tensor([1.0, -1.0, 0.0, 1.0])
         self.signs = ChannelBias(torch.rand(C), sign, nn.SiLU(inplace=True))
         self.conv2 = conv()
+        self.conv3 = conv()
         self.drop = nn.Dropout(0.1, inplace=True)
         self.head = nn.Linear(C, 3)
 
@@ -287,7 +288,9 @@ class SignsAndSums(nn.Module):
         # Both functions write into what `conv2` returned.
         y += x
         y = F.relu(y, inplace=True)
-        return self.head(self.drop(y).mean((2, 3)))
+        # This one writes into a view of what `conv3` returned.
+        y = self.conv3(y).flatten(2).relu_()
+        return self.head(self.drop(y).mean(2))
 
 
 def test_the_plan_for_opacus_says_what_no_longer_writes_in_place() -> None:
@@ -301,6 +304,7 @@ def test_the_plan_for_opacus_says_what_no_longer_writes_in_place() -> None:
         Edit("drop", "OutOfPlace"),
         # One copy is enough for both functions.
         Edit("conv2", "Copy", keep=True),
+        Edit("conv3", "Copy", keep=True),
     ]
     assert {edit.path: edit for edit in builder.edits()} == {edit.path: edit for edit in edits}
     assert builder.refusals == {}
@@ -320,11 +324,11 @@ def test_the_network_for_opacus_writes_into_no_learning_layers_output() -> None:
     def look(path: str, output: Tensor) -> None:
         returned[path] = (output, output._version)
 
-    for path in ("conv1", "signs", "conv2.inner", "head"):
+    for path in ("conv1", "signs", "conv2.inner", "conv3.inner", "head"):
         layer = result.get_submodule(path)
         layer.register_forward_hook(lambda m, args, output, path=path: look(path, output))
     run(result, x)
-    assert set(returned) == {"conv1", "signs", "conv2.inner", "head"}
+    assert set(returned) == {"conv1", "signs", "conv2.inner", "conv3.inner", "head"}
     assert [path for path, (y, version) in returned.items() if y._version != version] == []
 
 
