@@ -41,6 +41,8 @@ def no_tail(anatomy: Anatomy, block: Block) -> str:
     last = anatomy.traced.module(block.branch)
     if last is not None and anatomy.traced.called(last) > 1:
         return "forward calls its layers several times, and a scalar is placed for one call"
+    if anatomy.traced.users[block.branch] != [block.total]:
+        return "not only its sum reads what the branch returns, and a scalar would change that"
     if is_constant_mul(block.branch):
         factor = constant(block.branch)
         return f"its own forward multiplies the branch by {factor:g}: let a module do that"

@@ -318,3 +318,30 @@ def test_a_branch_that_forward_scales_itself_is_refused_with_the_number() -> Non
     model = nn.Sequential(nn.Conv2d(3, 4, 3), block)
     with pytest.raises(RefusedError, match=r"multiplies the branch by 0\.2"):
         normswap.convert(model, "skipinit", inputs=torch.randn(2, 3, 16, 16))
+
+
+WITHOUT_PLACE: dict[str, tuple[Any, str]] = {
+    "the branch is read elsewhere too": (
+        lambda m, x: (x + (y := m.conv2(m.conv1(x).relu()))) + m.conv3(y),
+        "not only its sum",
+    ),
+    "the last layer is called twice": (
+        lambda m, x: x + m.conv2(m.conv2(x).relu()),
+        "several times",
+    ),
+    "the branch ends in a function": (
+        lambda m, x: x + m.conv2(m.conv1(x)).relu(),
+        "a function of the block itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_PLACE)
+def test_a_branch_without_a_place_for_a_scalar_is_refused_with_the_reason(name: str) -> None:
+    body, why = WITHOUT_PLACE[name]
+    block = Net(body, conv1=conv(), conv2=conv(), conv3=conv())
+    model = nn.Sequential(conv(), block, conv()).eval()
+
+    _, builder = step(model, "skipinit")
+
+    assert any(why in reason for reason in builder.refusals.values()), builder.refusals
