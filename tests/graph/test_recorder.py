@@ -5,6 +5,7 @@ Each network is folded exactly, or refused.
 
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -311,6 +312,19 @@ def test_scripted_parts_are_refused_by_path() -> None:
     _, builder = step(nn.Sequential(conv(), bn(), inner).double(), "folded")
     assert str(builder.outcomes["1"]) == "folds into 0"
     assert set(builder.outcomes) == {"1"}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_part_whose_name_begins_like_a_scripted_ones_is_not_inside_of_it() -> None:
+    scripted = torch.jit.script(nn.Sequential(conv(), bn()))
+    parts = OrderedDict(part1=scripted, part10=nn.Sequential(conv(), bn()))
+
+    seen = inspection.inspect(nn.Sequential(parts))
+
+    assert [path for path, _ in seen.refusals] == ["part1"]
+    norm = seen.traced.site("part10.1")
+    assert norm.called
+    assert norm.hidden is None
 
 
 def _single(m: Any, x: Tensor) -> Tensor:

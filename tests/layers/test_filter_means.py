@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from timm.layers import ScaledStdConv2dSame
 from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
 
@@ -55,6 +56,17 @@ def test_any_weight_is_computed(kind: str) -> None:
     scale_filters(layer, factor)
     wanted = weight * factor.view(-1, *(1,) * (weight.ndim - 1))
     assert torch.allclose(effective_weight(layer), wanted, rtol=1e-9)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_same_padded_layer_computes_what_timms_does_whatever_its_dilation(stride: int) -> None:
+    torch.manual_seed(0)
+    timms = ScaledStdConv2dSame(6, 4, 3, stride=stride, dilation=(3, 2))
+    layer = MeanStdConv2d(6, 4, 3, stride=stride, padding=0, dilation=(3, 2), same_pad=True)
+    layer.load_state_dict(timms.state_dict(), strict=False)
+    x = torch.randn(2, 6, 11, 9)
+
+    assert torch.allclose(layer(x), timms(x), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -222,6 +222,14 @@ def test_torchvision_file(
     assert torch.allclose(ours(image), model(image), atol=1e-5)
 
 
+def test_the_users_arguments_replace_those_of_a_tag() -> None:
+    source = "mobilenetv3_large_100.miil_in21k"
+
+    arch = origin(open_source(source, weights="random", num_classes=7)).arch
+
+    assert arch == Arch("mobilenetv3_large_100", {"num_classes": 7})
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("source", "options", "name", "kwargs"),

@@ -1,5 +1,6 @@
 """The demo: every figure agrees, it is quick, and it notices when something does not agree."""
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -62,6 +63,19 @@ def test_command(
     assert err == ""
     assert "every figure agrees" in out
     assert all(row["network"] in out for row in result["rows"])
+
+
+def test_one_network_of_several_that_disagrees_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def converted(source: nn.Module, progress: object) -> dict[str, nn.Module]:
+        damaged = copy.deepcopy(source)
+        with torch.no_grad():
+            damaged.get_parameter("layer1.0.conv1.weight").mul_(0.5)
+        return {"damaged": damaged, "equal": copy.deepcopy(source)}
+
+    monkeypatch.setattr(demo, "_converted", converted)
+    monkeypatch.setattr(demo, "make_loader", functools.partial(demo.make_loader, samples=64))
+
+    assert not demo.run()["passed"]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What another program trained comes back: its weights file fills the converted network."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,17 @@ def test_commands_take_what_was_trained(
     assert verified["report"]["verdict"] == "MEASURED"
     assert evaluated["against"]["enough"]
     assert Path(exported["file"]).is_file()
+
+
+def test_what_verify_filled_is_what_its_next_command_exports(
+    saved: Path, weights: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    filled = [str(saved), "--weights", str(weights)]
+
+    assert main(["verify", *filled]) == 0
+
+    export = shlex.join(["normswap", "export", *filled])
+    assert export in " ".join(capfd.readouterr().out.split())
 
 
 def test_verify_still_asks_what_other_options_are_for(saved: Path) -> None:
