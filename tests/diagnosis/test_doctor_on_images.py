@@ -224,7 +224,6 @@ def test_the_line_for_deviations_mends_every_norm() -> None:
     assert faults(normswap.diagnose(model, images=batches)) == []
 
 
-@pytest.mark.slow
 def test_a_network_of_grey_images_is_well() -> None:
     model = trained()
     batches = grey(model, images(model))

@@ -124,7 +124,6 @@ def unlabelled(images: Path, **parts: Any) -> Any:
     )
 
 
-@pytest.mark.slow
 def test_without_labels_the_network_as_it_began_stays_best_if_training_only_harms(
     images: Path, tmp_path: Path
 ) -> None:
