@@ -288,6 +288,12 @@ class Run:
         self.train_mode()
         return score
 
+    def elsewhere(self, split: Split) -> dict[str, float]:
+        """In eval mode, where images differ from those of training."""
+        scores = self.task.elsewhere(self.model.eval(), split)
+        self.train_mode()
+        return scores
+
     def warm_up(self) -> None:
         """Three updates that are taken back: a graph needs them before it records."""
         self.stream = self.stream or torch.cuda.Stream()
@@ -338,8 +344,11 @@ def together(runs: list[Run], device: str) -> Callable[[], None]:
 
 
 def train(runs: list[Run], updates: int, device: str, split: Split) -> list[Row]:
-    """Train the runs side by side; their scores before, after a tenth and at the end."""
-    rows: list[Row] = [{"before": run.score(split)} for run in runs]
+    """Train the runs side by side; their scores at the end, and before and after a tenth where the
+    task has such scores.
+    """
+    early = runs[0].task.scored_early
+    rows: list[Row] = [{"before": run.score(split)} if early else {} for run in runs]
     stages = STAGES if runs[0].plain else 1
 
     done = 0
@@ -354,7 +363,7 @@ def train(runs: list[Run], updates: int, device: str, split: Split) -> list[Row]
                 run.prepare(done, updates)
             step()
             done += 1
-            if done == max(updates // 10, 1):
+            if early and done == max(updates // 10, 1):
                 for run, row in zip(runs, rows, strict=True):
                     row["tenth"] = run.score(split)
 
@@ -441,7 +450,8 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
             seeds = [task.seeds[place] for place in places]
             runs = [Run(task, way, converted, data, rate, clip, seed) for seed in seeds]
             rows = go(runs, task.updates, device, data["test"])
-            for place, row in zip(places, rows, strict=True):
+            for place, run, row in zip(places, runs, rows, strict=True):
+                row.update(run.elsewhere(data["test"]))
                 kept.add(finals[place], rate=rate, clip=clip, device=machine(device), **row)
     except NormswapError as error:
         kept.add((name, way_name), refused=str(error).splitlines()[0])

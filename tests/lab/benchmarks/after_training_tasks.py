@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import robot_task
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,8 @@ class Task:
     flips: ClassVar[bool] = True
     held_out: ClassVar[int] = 2000
     tested: ClassVar[int] = 5000
+    # Whether a score at once and after a tenth of the updates says anything.
+    scored_early: ClassVar[bool] = True
 
     def source(self) -> nn.Module:
         """The trained network whose norms are changed."""
@@ -112,6 +115,10 @@ class Task:
         """
         images, targets = split
         return score(logits(learner, images.split(500)), targets)
+
+    def elsewhere(self, learner: nn.Module, split: Split) -> dict[str, float]:
+        """Scores where images differ from those of training, by what differs."""
+        return {}
 
 
 class Segmentation(Task):
@@ -181,12 +188,22 @@ class Frames(nn.Module):
         return actions
 
 
+# Where a policy acts that was cloned from demonstrations in one light, from one place.
+CAMERAS = {
+    "light": robot_task.Camera(darkest=0.4),
+    "viewpoint": robot_task.Camera(away=10, zoom=0.65),
+}
+
+
 class Policy(Task):
-    """A policy cloned from demonstrations (`robot_task.py`); its encoder is the trained network."""
+    """A policy cloned from demonstrations (`robot_task.py`); its encoder is the trained network,
+    its head is new.
+    """
 
     part: ClassVar[str] = "features"
     measure: ClassVar[str] = "success"
     flips: ClassVar[bool] = False
+    scored_early: ClassVar[bool] = False
 
     def source(self) -> nn.Module:
         return nn.Sequential(*list(super().source().children())[:-2]).eval()
@@ -211,17 +228,28 @@ class Policy(Task):
     ) -> Tensor:
         return F.mse_loss(learner(inputs), targets)
 
-    @torch.inference_mode()
     def score(self, learner: nn.Module, split: Split) -> float:
         """Percent of `robot_task`'s episodes that reach the thing; `split`: (mean, std) and (seed,
         count).
         """
+        return self._success(learner, split, robot_task.Camera())
+
+    def elsewhere(self, learner: nn.Module, split: Split) -> dict[str, float]:
+        """The same episodes, seen by each of `CAMERAS`."""
+        return {what: self._success(learner, split, camera) for what, camera in CAMERAS.items()}
+
+    @torch.inference_mode()
+    def _success(self, learner: nn.Module, split: Split, camera: robot_task.Camera) -> float:
         (mean, std) = split[0]
         (seed, count) = split[1].tolist()
-        task = robot_task.Task(count, seed)
+        task = robot_task.Task(count, seed, camera)
         for _ in range(robot_task.STEPS):
-            frames = torch.from_numpy(task.frames()).to(mean.device).float() / 255
-            task.step(learner((frames - mean) / std).double().cpu().numpy())
+            # What is done moves no more, so only the others ask for an action.
+            going = ~task.done
+            frames = torch.from_numpy(task.frames(going)).to(mean.device).float() / 255
+            actions = np.zeros_like(task.hand)
+            actions[going] = learner((frames - mean) / std).double().cpu().numpy()
+            task.step(actions)
         return 100 * float(task.done.mean())
 
 

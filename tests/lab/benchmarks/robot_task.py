@@ -8,6 +8,8 @@ every episode. Many episodes go at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,21 +26,41 @@ SPEED = 0.06
 NEAR = 0.06
 
 
+@dataclass(frozen=True)
+class Camera:
+    """How the world is seen; each episode draws its own light and place of the camera.
+
+    Args:
+        darkest: The light of each colour is drawn from this share of the usual one up to all of it.
+        away: How many pixels the picture is shifted at most, along each side.
+        zoom: How large things are seen.
+    """
+
+    darkest: float = 1.0
+    away: float = 0.0
+    zoom: float = 1.0
+
+
 class Task:
-    """Episodes that begin as `seed` says.
+    """Episodes that begin as `seed` says. The camera changes what is seen, not what happens.
 
     Args:
         hand, thing, decoy: (N, 2), places in 0..1.
         done: (N,), whether the hand has been at the thing; nothing moves any more.
         still: (N, 3, SIDE, SIDE), what stays where it is.
+        light: (N, 3), how much of each colour's light there is.
+        shift: (N, 2), the pixels by which the camera's picture is shifted.
     """
 
-    def __init__(self, episodes: int, seed: int) -> None:
+    def __init__(self, episodes: int, seed: int, camera: Camera | None = None) -> None:
         random = np.random.default_rng(seed)
         self.hand, self.thing, self.decoy = random.uniform(0.1, 0.9, (3, episodes, 2))
         self.still = np.stack([_background(random) for _ in range(episodes)])
-        _disc(self.still, self.decoy, GREEN, 5)
-        _disc(self.still, self.thing, RED, 5)
+        self.camera = camera or Camera()
+        self.light = random.uniform(self.camera.darkest, 1, (episodes, 3))
+        self.shift = self.camera.away * random.uniform(-1, 1, (episodes, 2))
+        self._show(self.still, self.decoy, GREEN, 5)
+        self._show(self.still, self.thing, RED, 5)
         self.done = self.distance() < NEAR
 
     def distance(self) -> Array:
@@ -55,22 +77,34 @@ class Task:
         self.hand = np.where(self.done[:, None], self.hand, moved)
         self.done |= self.distance() < NEAR
 
-    def frames(self) -> NDArray[np.uint8]:
-        """(N, 3, SIDE, SIDE), RGB."""
-        picture = self.still.copy()
-        _disc(picture, self.hand, WHITE, 3)
+    def frames(self, going: NDArray[np.bool_] | None = None) -> NDArray[np.uint8]:
+        """(N, 3, SIDE, SIDE), RGB; of all episodes, or of those that `going` (N,) chooses."""
+        chosen = np.ones_like(self.done) if going is None else going
+        picture = self.still[chosen]
+        self._show(picture, self.hand[chosen], WHITE, 3, self.shift[chosen])
+        picture *= self.light[chosen, :, None, None]
         return picture.round().astype(np.uint8)
 
+    def _show(
+        self,
+        frames: Array,
+        places: Array,
+        colour: tuple[int, ...],
+        radius: float,
+        shift: Array | None = None,
+    ) -> None:
+        """Draw a disc onto each frame, with a smooth rim; `shift`: of these frames, or of all."""
+        zoom = self.camera.zoom
+        shift = self.shift if shift is None else shift
+        middle = SIDE / 2 + zoom * SIDE * (places - 0.5) + shift
+        across, down = _PIXELS - middle.T[:, :, None]
+        away = np.hypot(across[:, None, :], down[:, :, None])
+        cover = np.clip(zoom * radius + 0.5 - away, 0, 1)[:, None]
+        frames += cover * (np.array(colour)[None, :, None, None] - frames)
 
-_PIXELS = np.stack(np.meshgrid(np.arange(SIDE) + 0.5, np.arange(SIDE) + 0.5), axis=-1)
 
-
-def _disc(frames: Array, places: Array, colour: tuple[int, ...], radius: float) -> None:
-    """Onto each frame, with a smooth rim."""
-    away = np.linalg.norm(_PIXELS - SIDE * places[:, None, None, :], axis=-1)
-    frames += np.clip(radius + 0.5 - away, 0, 1)[:, None] * (
-        np.array(colour)[None, :, None, None] - frames
-    )
+# The middles of the pixels along a side.
+_PIXELS = np.arange(SIDE) + 0.5
 
 
 def _at_most_one(action: Array) -> Array:
