@@ -6,9 +6,10 @@
 Every way is tuned alike: each learning rate (and clipping) of the task is tried with half of the
 updates and one seed, scored on held-out training images; the best one trains with other seeds and
 is scored on test images. SGD with momentum 0.9 (segmentation and policy: AdamW), a tenth of
-warm-up, a cosine to 0. What is measured is kept, a line each, in runs/after_training.jsonl; a
-second call measures what is missing. Six hours of two cores, or eight minutes of a GPU, where the
-runs of a way are branches of one CUDA graph.
+warm-up, a cosine to 0. What is measured is kept, a line each, in after_training.jsonl beside this
+script; a second call measures what is missing. Six hours of two cores, or eight minutes of a GPU,
+where the runs of a way are branches of one CUDA graph. A table of whose rows none is kept is left
+as it stands in FILE.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import itertools
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -28,15 +29,19 @@ from typing import Any
 import circumstances
 import torch
 from after_training_tasks import BLOCKS, TASKS, Split, Task
-from kept import Kept, Row, arguments
+from kept import Kept, Row, arguments, markdown_head, markdown_row, write_table
+from learned_norms import constant_share, with_learned_eps, with_salu
 from robot_policy import replaced
-from schemes_table import ROOT
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import normswap
 from normswap.errors import NormswapError
 
+ROWS = Path(__file__).with_suffix(".jsonl")
+COLUMNS = ("task", "way", "rate", "after a tenth", "at the end", "seeds")
+MADE = "Measured at commit"
+UNDATED = "Tables that name no commit"
 TRIAL_SEED = 9
 DECAY = 5e-4
 DELTA = 1e-4
@@ -55,6 +60,9 @@ class Way:
         plain_after: the share of training after which eps is 1e-5; None: it stays.
         front_to_back: one norm after the other becomes plain, instead of all at the same pace.
         blocks: whether each residual block also learns the source's output.
+        then: what is done to the converted network.
+        rates: learning rates that are tried beside the task's.
+        clips: norms to which gradients are clipped, in place of the task's.
         tasks: where it is measured; none: everywhere.
     """
 
@@ -65,6 +73,9 @@ class Way:
     plain_after: float | None = None
     front_to_back: bool = False
     blocks: bool = False
+    then: Callable[[nn.Module], nn.Module] | None = None
+    rates: tuple[float, ...] = ()
+    clips: tuple[float, ...] = ()
     tasks: tuple[str, ...] = ()
 
     def convert(self, task: Task, source: nn.Module, images: Tensor) -> nn.Module:
@@ -82,7 +93,13 @@ class Way:
         if self.fitted:
             options["calibrate"] = list(images[:500].split(100))
 
-        return normswap.convert(source, self.to, **options).model
+        converted = normswap.convert(source, self.to, **options).model
+        return self.then(converted) if self.then else converted
+
+    def settings(self, task: Task) -> list[tuple[float, float]]:
+        """The learning rates and clippings that are tried."""
+        rates = sorted({*task.rates, *self.rates})
+        return [*itertools.product(rates, self.clips or task.clips)]
 
 
 TAUGHT = ("teacher", "preact", "depthwise")
@@ -119,10 +136,30 @@ TO_PLAIN: dict[str, Way] = {
         "groupnorm", plain_after=0.5, blocks=True, tasks=TAUGHT
     ),
 }
-ALL = {**WAYS, **TO_PLAIN}
-LOWERED = (
-    "The plain norm (eps 1e-5) at the end, the same updates; where eps falls, it does so after `at"
-    " once`:"
+LOWER = (0.0002, 0.0005, 0.001)
+UNCLIPPED = ("labels", "teacher", "shifted", "preact", "depthwise")
+NF: dict[str, Way] = {
+    "`nf`, 500 images, as it is": Way(
+        "nf", fitted=True, rates=LOWER, clips=(0.0,), tasks=UNCLIPPED
+    ),
+    "`nf`, 500 images, clipped": Way("nf", fitted=True, rates=LOWER, clips=(1.0,), tasks=UNCLIPPED),
+}
+LEARNING = ("labels", "two", "shifted", "segmentation")
+LEARNED: dict[str, Way] = {
+    "`groupnorm`, its eps learned": Way("groupnorm", then=with_learned_eps, tasks=LEARNING),
+    "`affine`, then SALU": Way("affine", then=with_salu, tasks=LEARNING),
+}
+ALL = {**WAYS, **TO_PLAIN, **NF, **LEARNED}
+# The tables of a task, and what stands above them.
+TABLES: tuple[tuple[dict[str, Way], str], ...] = (
+    (WAYS, ""),
+    (
+        TO_PLAIN,
+        "The plain norm (eps 1e-5) at the end, the same updates; where eps falls, it does so after"
+        " `at once`:",
+    ),
+    (NF, "`nf` with more rates, from 0.0002, its gradients as they are or clipped to 1:"),
+    (LEARNED, "A layer that learns how far it normalizes, and begins as the conversion does:"),
 )
 STAGES = 20  # into which training is cut where eps falls: it is a constant of a stage
 
@@ -418,7 +455,7 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
     task = TASKS[name]
     way = ALL[way_name]
     kept = Kept(file)
-    settings = [*itertools.product(task.rates, task.clips)]
+    settings = way.settings(task)
     trials: list[tuple[str, ...]] = [
         (name, way_name, "trial", f"{rate:g}", f"{clip:g}") for rate, clip in settings
     ]
@@ -451,7 +488,7 @@ def measure(job: tuple[str, str], file: Path, device: str) -> str:
             runs = [Run(task, way, converted, data, rate, clip, seed) for seed in seeds]
             rows = go(runs, task.updates, device, data["test"])
             for place, run, row in zip(places, runs, rows, strict=True):
-                row.update(run.elsewhere(data["test"]))
+                row.update(run.elsewhere(data["test"]), **constant_share(run.model))
                 kept.add(finals[place], rate=rate, clip=clip, device=machine(device), **row)
     except NormswapError as error:
         kept.add((name, way_name), refused=str(error).splitlines()[0])
@@ -470,7 +507,7 @@ def cells(kept: Kept, name: str, way_name: str) -> str:
     """A row of the table; empty if there is nothing yet."""
     if (name, way_name) in kept.rows:
         reason, _, _ = kept.rows[name, way_name]["refused"].partition(";")
-        return f"| {name} | {way_name} | {reason} | | | | |"
+        return markdown_row(name, way_name, reason, "", "", "", "")
 
     rows = [
         row
@@ -484,22 +521,57 @@ def cells(kept: Kept, name: str, way_name: str) -> str:
     before, tenth, end = (
         [row[when] for row in rows if when in row] for when in ("before", "tenth", "end")
     )
+    at_once = f"{mean(before):.1f}" if before else ""
     later = f"{mean(tenth):.1f}" if tenth else ""
     spread = f" ± {stdev(end):.1f}" if end[1:] else ""
 
-    return (
-        f"| {name} | {way_name} | {rate} | {mean(before):.1f} | {later} | {mean(end):.1f}{spread} |"
-        f" {len(end)} |"
-    )
+    return markdown_row(name, way_name, rate, at_once, later, f"{mean(end):.1f}{spread}", len(end))
 
 
-def lines(kept: Kept) -> Iterator[str]:
-    machines = {row["device"] for row in kept.rows.values() if "device" in row}
-    yield from (
-        "",
-        *(__doc__ or "").splitlines()[5:],
-        f"Percent, mean and standard deviation. On {'; '.join(sorted(machines))}.",
-    )
+def made(kept: Kept, name: str, ways: Mapping[str, Way]) -> Iterator[str]:
+    """A line that says where and at which commits a table's rows were measured."""
+    rows = [row for key, row in kept.rows.items() if key[0] == name and key[1] in ways]
+    commits = dict.fromkeys(row["commit"] for row in rows)
+    machines = dict.fromkeys(row["device"] for row in rows if "device" in row)
+    yield f"{MADE} {', '.join(commits)}, on {'; '.join(machines)}."
+
+    shares = [row["constant"] for row in rows if "constant" in row]
+    if shares:
+        yield (
+            "The learned eps was 90 % of variance + eps at first, and at the end"
+            f" {100 * min(shares):.0f} to {100 * max(shares):.0f} % (mean over the norms)."
+        )
+
+
+def as_it_stands(file: Path) -> dict[tuple[str, str], list[str]]:
+    """The tables of a written file, by heading and title, each with the lines below it; at ("", "")
+    what the file says of tables that do not say where they were measured.
+    """
+    titles = {title for _, title in TABLES}
+    found: dict[tuple[str, str], list[str]] = {}
+    heading = title = ""
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        if line.startswith("## "):
+            heading, title = line.removeprefix("## "), ""
+        elif line in titles and line:
+            title = line
+        elif line.startswith(UNDATED):
+            found["", ""] = [line]
+        elif line.startswith(("|", MADE, "The learned eps")):
+            found.setdefault((heading, title), []).append(line)
+    return found
+
+
+def lines(kept: Kept, written: Mapping[tuple[str, str], list[str]]) -> Iterator[str]:
+    """The lines of the file.
+
+    Args:
+        kept: What was measured.
+        written: The tables as they were written before (`as_it_stands`).
+    """
+    yield from ("", *(__doc__ or "").splitlines()[5:], "")
+    yield "Percent, mean and standard deviation."
+    yield from written.get(("", ""), [])
 
     for name, task in TASKS.items():
         grid, clips = (
@@ -509,14 +581,13 @@ def lines(kept: Kept) -> Iterator[str]:
         length = f"{task.updates} {'epochs' if task.epsilon else 'updates'}"
         yield f"`{task.network}`, {length}; rates {grid}; gradients clipped to {clips} (0: not)."
 
-        for ways, title in ((WAYS, ""), (TO_PLAIN, LOWERED)):
-            if rows := [row for way_name in ways if (row := cells(kept, name, way_name))]:
-                yield from ("", title, "") if title else ("",)
-                yield (
-                    f"| task | way | rate | {task.measure}: at once | after a tenth | at the end |"
-                    " seeds |"
-                )
-                yield from ("|---|---|---|---|---|---|---|", *rows)
+        for ways, title in TABLES:
+            rows = [row for way_name in ways if (row := cells(kept, name, way_name))]
+            head = markdown_head(*COLUMNS[:3], f"{task.measure}: at once", *COLUMNS[3:])
+            table = [*head.splitlines(), *rows, "", *made(kept, name, ways)] if rows else []
+            table = table or written.get((task.about, title), [])
+            if table:
+                yield from ("", title, "", *table) if title else ("", *table)
 
 
 def main() -> None:
@@ -525,7 +596,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--ways", nargs="*", default=list(ALL), choices=list(ALL))
-    parser.add_argument("--rows", type=Path, default=ROOT / "runs" / "after_training.jsonl")
+    parser.add_argument("--rows", type=Path, default=ROWS)
     given = parser.parse_args()
     if given.fresh:
         given.rows.unlink(missing_ok=True)
@@ -539,8 +610,9 @@ def main() -> None:
             if report:
                 print(report, flush=True)
 
-    kept = Kept(given.rows)
-    kept.write(given.output, "After training", lines(kept))
+    command = f"benchmarks/{Path(__file__).name} -o {given.output}"
+    table = lines(Kept(given.rows), as_it_stands(given.output))
+    write_table(given.output, "After training", command, table)
 
 
 def prepare(name: str) -> None:
