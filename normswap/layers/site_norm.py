@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, TypeAlias, TypedDict
 
 import torch
+import typing_extensions
 from annotated_types import Ge
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,7 +24,9 @@ Floats: TypeAlias = Sequence[float] | None
 Deviations: TypeAlias = Sequence[NotNegative] | None
 
 
-class Record(TypedDict, total=False):
+# Before Python 3.12 pydantic, which checks the arguments of an edit, refuses typing's own class for
+# a dictionary that is an argument.
+class Record(typing_extensions.TypedDict, total=False):
     """The settings of a norm that stood there before, as far as they are known.
 
     Args:

@@ -1,11 +1,14 @@
 """What is said of a plan from a file that was edited, or made for another network."""
 
+import inspect
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args, get_origin
 
 import pytest
 from support.six_networks import images, trained
 from torch import Tensor, nn
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, Unpack, get_type_hints
 
 from normswap.errors import PlanError
 from normswap.layers import planned_layer
@@ -54,6 +57,28 @@ def test_the_edits_alone_tell_what_becomes_of_each_norm(scheme: str) -> None:
             assert outcome == step.outcomes[path]
         else:
             assert outcome.counted.startswith("became ")
+
+
+def arguments(layer: type[PlannedLayer]) -> Iterator[str]:
+    """Yield the names of what an edit of a layer may have, as its `replacing` spells them."""
+    known = {"Unpack": Unpack}
+    hints = get_type_hints(layer.replacing.__func__, localns=known)  # type: ignore[attr-defined]
+    for parameter in inspect.signature(layer.replacing).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            yield parameter.name
+        elif parameter.kind is parameter.VAR_KEYWORD and get_origin(hints[parameter.name]):
+            (options,) = get_args(hints[parameter.name])
+            yield from get_type_hints(options, localns=known)
+
+
+@pytest.mark.parametrize("name", sorted(planned_layer.planned_layers()))
+def test_no_argument_of_a_layer_is_taken_unchecked(name: str) -> None:
+    """`takes` is a field of an edit, and `like` is no part of it."""
+    for argument in set(arguments(planned_layer.planned_layers()[name])) - {"like", "takes"}:
+        nonsense = Edit("bn", name, {argument: object()})
+
+        with pytest.raises(PlanError, match=argument):
+            edited_plans.check(Step("folded", {}, (nonsense,)))
 
 
 class Settings(TypedDict, total=False):
