@@ -4,7 +4,8 @@ The canonical form of a network is what it becomes if all its norms and scalars 
 their neighbours. The converted network is first brought to its canonical form C. The bare source
 architecture (the skeleton), with its old norms s x + t, has the same canonical form: W_C = s W,
 b_C = s b + t. So W = W_C / s, and beta takes up the change of b_C by fine-tuning. A channel with
-s = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
+s = 0 and W_C = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
+If its W_C has learned, gamma becomes 1.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -292,6 +292,43 @@ def test_what_was_learned_goes_back_to_one_norm_behind_the_layer_only(name: str)
         normswap.convert(folded, "unfold", inputs=x, like=model)
 
 
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_what_a_filter_behind_a_gamma_of_0_has_learned_goes_back(kind: Any) -> None:
+    x = torch.randn(4, 4, 9, 9, dtype=torch.float64)
+    layers: list[nn.Module] = [
+        kind(4, 6, 3, groups=2),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 3, 1),
+    ]
+    model = lived_in(nn.Sequential(*layers), x)
+    gamma = torch.tensor([0.0, 0.5, 0.0, 1e-310, 1.5, 2.0])
+    model[1].weight.data.copy_(gamma)
+    folded = normswap.convert(model, "folded", inputs=x).model
+    # Everything has learned but the first filter. A transposed convolution stores (I, O, ...), by
+    # group.
+    folded[0].weight.data += 1
+    if kind is nn.ConvTranspose2d:
+        folded[0].weight.data[:2, 0] = 0
+    else:
+        folded[0].weight.data[0] = 0
+
+    back = normswap.convert(folded, "unfold", inputs=x, like=model).model
+
+    assert distance(run(folded, x), run(back, x)) < 1e-12
+    assert back[1].weight.tolist() == [0.0, 0.5, 1.0, 1.0, 1.5, 2.0]
+
+
+def test_filters_that_the_source_standardizes_are_not_unfolded_and_named() -> None:
+    x = torch.randn(4, 4, 9, 9, dtype=torch.float64)
+    layers = [timm.layers.StdConv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1)]
+    model = lived_in(nn.Sequential(*layers), x)
+    folded = normswap.convert(model, "folded", inputs=x).model
+
+    with pytest.raises(RefusedError, match=r"0: .*StdConv2d"):
+        normswap.convert(folded, "unfold", inputs=x, like=model)
+
+
 def test_a_frozen_norm_stays_and_is_said_to_be_frozen_already() -> None:
     layers = [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 5, 3), FrozenBatchNorm2d(5)]
     model = lived_in(nn.Sequential(*layers), torch.randn(4, 4, 9, 9))
