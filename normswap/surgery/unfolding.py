@@ -5,7 +5,8 @@ their neighbours. The converted network is first brought to its canonical form C
 architecture (the skeleton), with its old norms s x + t, has the same canonical form: W_C = s W,
 b_C = s b + t. So W = W_C / s, and beta takes up the change of b_C by fine-tuning. A channel with
 s = 0 and W_C = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
-If its W_C has learned, gamma becomes 1.
+If its W_C has learned, gamma becomes 1. A learned gamma may also have changed the sign of s where
+a shift alone is left of the norm (`ChannelBias`): gamma gets that sign.
 """
 
 from collections.abc import Callable, Collection, Mapping

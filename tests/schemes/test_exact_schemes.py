@@ -329,6 +329,27 @@ def test_filters_that_the_source_standardizes_are_not_unfolded_and_named() -> No
         normswap.convert(folded, "unfold", inputs=x, like=model)
 
 
+def before_its_norm() -> tuple[Any, Tensor]:
+    """A norm that reads the input, and goes into the padded convolution behind but for a shift."""
+    x = torch.randn(4, 4, 9, 9, dtype=torch.float64)
+    layers: list[nn.Module] = [nn.BatchNorm2d(4), nn.ReLU()]
+    layers += [nn.Conv2d(4, 3, 3, padding=1, bias=False)]
+    layers += [nn.ReLU(), nn.Conv2d(3, 2, 1)]
+    return lived_in(nn.Sequential(*layers), x), x
+
+
+@pytest.mark.parametrize("scheme", ["affine", "tune"])
+def test_a_gamma_that_has_changed_its_sign_goes_back(scheme: str) -> None:
+    model, x = before_its_norm()
+    model[0].weight.data.copy_(torch.tensor([0.0, 0.5, 1.0, -1.5]))
+    trained = normswap.convert(model, scheme, inputs=x).model
+    trained[0].weight.data.copy_(torch.tensor([0.3, -0.2, 0.0, -1.0]))
+
+    back = normswap.convert(trained, "unfold", inputs=x, like=model).model
+
+    assert distance(run(trained, x), run(back, x)) < 1e-12
+
+
 def test_a_frozen_norm_stays_and_is_said_to_be_frozen_already() -> None:
     layers = [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 5, 3), FrozenBatchNorm2d(5)]
     model = lived_in(nn.Sequential(*layers), torch.randn(4, 4, 9, 9))
