@@ -350,6 +350,15 @@ def test_a_gamma_that_has_changed_its_sign_goes_back(scheme: str) -> None:
     assert distance(run(trained, x), run(back, x)) < 1e-12
 
 
+def test_a_bias_that_was_learned_with_no_norm_behind_it_is_named() -> None:
+    model, x = before_its_norm()
+    folded = normswap.convert(model, "folded", inputs=x).model
+    folded[2].bias.data += 1
+
+    with pytest.raises(RefusedError, match=r"2\.bias"):
+        normswap.convert(folded, "unfold", inputs=x, like=model)
+
+
 def test_a_frozen_norm_stays_and_is_said_to_be_frozen_already() -> None:
     layers = [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 5, 3), FrozenBatchNorm2d(5)]
     model = lived_in(nn.Sequential(*layers), torch.randn(4, 4, 9, 9))
