@@ -160,8 +160,7 @@ def _fold_forward(builder: PlanBuilder, site: Site) -> None:
     for conv_path in conv_paths:
         builder.linear(conv_path).add(site.path, AbsorbMode.BEFORE)
     builder.remove(site.path)
-    sentence = f"folds forward into {', '.join(conv_paths)}"
-    builder.settle(site.path, Outcome(plan_builder.FOLDED_FORWARD, sentence))
+    builder.settle(site.path, plan_builder.folded_forward(*conv_paths))
 
 
 def _move_scale(builder: PlanBuilder, site: Site) -> None:

@@ -37,6 +37,24 @@ def folded_back(*into: str) -> Outcome:
     return Outcome(FOLDED_BACK, f"folds into {', '.join(into)}")
 
 
+def folded_forward(*into: str) -> Outcome:
+    """Return the outcome of a norm that folds into the layers after it.
+
+    Args:
+        into: The paths of these layers.
+    """
+    return Outcome(FOLDED_FORWARD, f"folds forward into {', '.join(into)}")
+
+
+def scales_weight(*of: str) -> Outcome:
+    """Return the outcome of a norm that becomes part of convolutions, whose weights it scales.
+
+    Args:
+        of: The paths of these convolutions.
+    """
+    return Outcome("scale a weight", f"scales the weight of {', '.join(of)}")
+
+
 def left_affine(reason: str) -> Outcome:
     """Return the outcome of a norm that leaves a scale and shift in its place.
 

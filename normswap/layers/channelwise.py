@@ -128,6 +128,8 @@ class ChannelBias(PlannedLayer, OwnLayer):
     ) -> None:
         """Set beta of the norm `old` so that its t / |s| is the bias of `now`.
 
+        Where the sign of s is another one since, gamma is set as well.
+
         Args:
             old: The norm of the source.
             now: The layer that took its place, after training.
@@ -135,13 +137,20 @@ class ChannelBias(PlannedLayer, OwnLayer):
             signed: Whether `now` also multiplies by the signs of s.
 
         Raises:
-            RefusedError: `now` is no ChannelBias, or the norm has no beta.
+            RefusedError: `now` is no ChannelBias, or the norm has no beta or gamma to be set.
         """
         if not isinstance(now, ChannelBias):
             raise RefusedError("cannot unfold", f"a {type(now).__name__} sits there")
 
+        # The convolution behind the norm is restored by the source's |s|. So s has that magnitude,
+        # and the sign that was learned, which is 0 for a channel that is a constant.
+        magnitude, sign, shift = affine.split(old, now.bias.dtype)
+        present_sign, present_shift = now.as_affine()
+        if not torch.equal(sign, present_sign):
+            affine.set_map(old, magnitude * present_sign, magnitude * present_shift)
+            return
+
         # The bias is t / |s|, so t is |s| times the trained bias. If training did not change the
         # bias, beta stays exactly as it is.
-        magnitude, _, shift = affine.split(old, now.bias.dtype)
         if not torch.equal(shift.to(now.bias), now.bias):
-            affine.set_shift(old, magnitude * now.bias.double())
+            affine.set_shift(old, magnitude * present_shift)

@@ -185,6 +185,8 @@ class Folded(PlannedLayer):
     ) -> None:
         """Set the weight of `old` and beta of the norm behind it so that folding gives `now`.
 
+        A channel whose gamma is 0 gets gamma 1 if its present filter is another than 0.
+
         Args:
             old: The layer of the source.
             now: The layer that took its place, after training.
@@ -192,7 +194,8 @@ class Folded(PlannedLayer):
             fold_options: The options of `folded` that the plan states.
 
         Raises:
-            RefusedError: The layer absorbed two norms behind it, or one before it.
+            RefusedError: The layer absorbed two norms behind it, or one before it. Or no weight of
+                `old` gives what `now` computes, whatever gamma is.
         """
         # Only one norm, behind the layer, can take up the trained bias, by its beta.
         takes = fold_options.get("takes", ())
@@ -208,17 +211,20 @@ class Folded(PlannedLayer):
         if len(norms_after) > 1:
             raise RefusedError("cannot unfold", "it took in more than one norm")
 
-        # Folding a weight of ones gives the factor of each weight.
-        original = old.weight.clone()
-        old.weight.fill_(1)
-        ones = copying.duplicate(old, {}).double()
-        factor = folded(ones, reads, like=old.weight, **fold_options).weight
+        factor = _factor(old, reads, **fold_options)
+        unreachable = _unreachable(old, now, factor)
+        if unreachable.any():
+            # A gamma of 0 lets no weight give what its filter has learned, so it becomes 1.
+            for norm, channels in norms_after:
+                affine.set_gamma_to_one(norm, channels, unreachable)
+            factor = _factor(old, reads, **fold_options)
+            _check_reachable(old, now, factor)
 
         # A weight whose factor is 0 says nothing about the source: it keeps its original value.
         # Ones stand in for the factors of 0, so that nothing is divided by 0.
         dead = factor == 0
         weight = now.weight.double() / torch.where(dead, torch.ones_like(factor), factor)
-        old.weight.copy_(torch.where(dead, original.double(), weight))
+        old.weight.copy_(torch.where(dead, old.weight.double(), weight))
 
         # For a norm s x + t behind the layer, folding made the bias s b + t. So t is set to the
         # trained bias minus s b, by beta. If the bias did not change, beta stays exactly as it is.
@@ -228,6 +234,38 @@ class Folded(PlannedLayer):
             assert now.bias is not None, "it absorbed a shift"
             if not torch.equal((offset + shift).to(now.bias), now.bias):
                 affine.set_shift(norm, now.bias.double() - offset, channels)
+
+
+def _factor(
+    old: Linearity, reads: Sequence[nn.Module], **fold_options: Unpack[FoldOptions]
+) -> Tensor:
+    """Return the factor by which folding multiplies each weight of a layer, in float64."""
+    # Folding a weight of ones gives the factors.
+    ones = copying.duplicate(old, {}).double()
+    ones.weight.fill_(1)
+    return folded(ones, reads, like=old.weight, **fold_options).weight
+
+
+def _unreachable(old: Linearity, now: Linearity, factor: Tensor) -> Tensor:
+    """Return which channels of a layer, (O,), no finite weight brings to their present filters.
+
+    These are channels whose factor is 0, or nearly 0, and whose present filter is another than 0.
+
+    Args:
+        old: The layer of the source, whose dtype the weight must fit into.
+        now: The layer that took its place, after training.
+        factor: The factor by which folding multiplies each weight of `old`.
+    """
+    needed = (now.weight.double() / factor).to(old.weight.dtype)
+    by_group, _ = _by_group(old, needed.isinf())
+    return by_group.flatten(2).any(2).flatten()
+
+
+def _check_reachable(old: Linearity, now: Linearity, factor: Tensor) -> None:
+    """Raise RefusedError if no weight of `old` gives the filters of `now` (`_unreachable`)."""
+    if _unreachable(old, now, factor).any():
+        why = f"no weight of a {type(old).__name__} gives what it computes now"
+        raise RefusedError("cannot unfold", why)
 
 
 def _absorb(

@@ -25,6 +25,7 @@ from normswap.folding.plan_builder import (
     KEPT,
     PlanBuilder,
     left_affine,
+    scales_weight,
 )
 from normswap.graph.inspection import Anatomy
 from normswap.layers import reparametrized
@@ -144,7 +145,7 @@ def plan_tune(anatomy: Anatomy) -> PlanBuilder:
         linear.extra = dict(edit.args)
         linear.add(path, AbsorbMode.NORM)
         builder.remove(path)
-        builder.settle(path, Outcome("scale a weight", f"scales the weight of {conv}"))
+        builder.settle(path, scales_weight(conv))
     return builder
 
 

@@ -394,6 +394,20 @@ def set_shift(norm: nn.Module, shift: Tensor, where: slice = slice(None)) -> Non
     _check_set(norm, "beta", read_map(norm)[1][where], shift)
 
 
+def set_gamma_to_one(norm: nn.Module, where: slice, chosen: Tensor) -> None:
+    """Set gamma of some channels of a norm to 1, in place. Its t changes with it.
+
+    Args:
+        norm: The norm.
+        where: The channels among which some are chosen.
+        chosen: Which of the channels `where` are set.
+
+    Raises:
+        RefusedError: The norm has no gamma.
+    """
+    _gamma(norm)[where].masked_fill_(chosen, 1.0)
+
+
 def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
     """Set gamma and beta of a norm, in place, so that it computes scale * x + shift.
 
@@ -405,16 +419,25 @@ def set_map(norm: nn.Module, scale: Tensor, shift: Tensor) -> None:
     Raises:
         RefusedError: The norm has no gamma or no beta.
     """
-    gamma = getattr(norm, "weight", None)
-    if not isinstance(gamma, Tensor):
-        raise RefusedError("cannot unfold", "the norm has no gamma to take up what was learned")
-
     # s is proportional to gamma, so s is read once with gamma = 1.
+    gamma = _gamma(norm)
     gamma.fill_(1)
     unit_scale = read_map(norm)[0]
     gamma.copy_(scale / unit_scale)
     _check_set(norm, "gamma", read_map(norm)[0], scale)
     set_shift(norm, shift)
+
+
+def _gamma(norm: nn.Module) -> Tensor:
+    """Return gamma of a norm.
+
+    Raises:
+        RefusedError: The norm has no gamma.
+    """
+    gamma = getattr(norm, "weight", None)
+    if not isinstance(gamma, Tensor):
+        raise RefusedError("cannot unfold", "the norm has no gamma to take up what was learned")
+    return gamma
 
 
 def _check_set(norm: nn.Module, name: str, actual: Tensor, expected: Tensor) -> None:

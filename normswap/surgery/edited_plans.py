@@ -19,9 +19,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from normswap import reading
 from normswap.errors import NormswapError, PlanError, first_few
-from normswap.folding.plan_builder import KEEPS_STATISTICS, NEVER_CALLED, folded_back, stays
+from normswap.folding.plan_builder import (
+    KEEPS_STATISTICS,
+    NEVER_CALLED,
+    folded_back,
+    folded_forward,
+    scales_weight,
+    stays,
+)
 from normswap.layers.planned_layer import PlannedLayer, planned_layers
-from normswap.plan import Edit, Outcome, Step
+from normswap.plan import AbsorbMode, Edit, Outcome, Step
 from normswap.surgery import applying, conversion
 from normswap.surgery.network import Network
 
@@ -29,6 +36,14 @@ from normswap.surgery.network import Network
 _UNPACKS = (typing_extensions.Unpack, getattr(typing, "Unpack", None))
 # The words (`Outcome.counted`) under which reports count norms that a step does not change.
 _UNTOUCHED = (stays("").counted, KEEPS_STATISTICS.counted, NEVER_CALLED.counted)
+# What becomes of a norm whose whole map goes into other layers, given their paths. Another layer
+# may stand in the norm's place, such as the scalar of a residual branch.
+_OUTCOMES: dict[AbsorbMode, Callable[..., Outcome]] = {
+    AbsorbMode.AFTER: folded_back,
+    AbsorbMode.AFTER_UNIT: folded_back,
+    AbsorbMode.BEFORE: folded_forward,
+    AbsorbMode.NORM: scales_weight,
+}
 # Two numbers count as the same if they differ by less than this share.
 _SAME = 1e-3
 
@@ -226,17 +241,11 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
         network: The network that the step is for.
         step: A step from a file.
     """
-    # The layer that is placed at a path, and the path of the first edit that reads (absorbs) it.
-    layers = {edit.path: edit.layer for edit in step.edits}
-    read_by: dict[str, str] = {}
-    for edit in step.edits:
-        for path in edit.reads:
-            read_by.setdefault(path, edit.path)
-
+    by_edits = _by_edits(step)
     found: dict[str, Outcome] = {}
     for norm in network.anatomy.norms:
         path = norm.path
-        is_named = path in layers or path in read_by
+        is_named = path in by_edits
         recorded = step.outcomes.get(path)
         # If the file records outcomes but none for this norm, the plan was made for a part of the
         # network, and the norm is in another part.
@@ -246,14 +255,35 @@ def outcomes(network: Network, step: Step) -> dict[str, Outcome]:
         # or if no edit does and the record says that the norm stays.
         if recorded is not None and is_named != (recorded.counted in _UNTOUCHED):
             found[path] = recorded
-        elif not is_named:
-            found[path] = stays("no edit of the plan names it") if norm.called else NEVER_CALLED
-        # If the norm gets no layer, or only the placeholder `Vacant`, which computes nothing, it is
-        # folded into the layer that reads it.
-        elif path in read_by and layers.get(path, "Vacant") == "Vacant":
-            found[path] = folded_back(read_by[path])
+        elif is_named:
+            found[path] = by_edits[path]
         else:
-            found[path] = Outcome(f"became {layers[path]}", f"becomes {layers[path]}")
+            found[path] = stays("no edit of the plan names it") if norm.called else NEVER_CALLED
+    return found
+
+
+def _by_edits(step: Step) -> dict[str, Outcome]:
+    """Return what the edits of a step alone say of each module that they name, by its path."""
+    # The layer that is placed at a path, the paths of the edits that read (absorb) it, and what
+    # becomes of a norm that is absorbed whole.
+    layers = {edit.path: edit.layer for edit in step.edits}
+    read_by: dict[str, list[str]] = {}
+    whole: dict[str, Callable[..., Outcome]] = {}
+    for edit in step.edits:
+        for path in edit.reads:
+            read_by.setdefault(path, []).append(edit.path)
+        for path, absorption in edit.absorbed:
+            if absorption.way in _OUTCOMES:
+                whole[path] = _OUTCOMES[absorption.way]
+
+    # A module whose place gets no layer, or only the placeholder `Vacant`, which computes nothing,
+    # is folded into the layers that read it.
+    found = {path: Outcome(f"became {layer}", f"becomes {layer}") for path, layer in layers.items()}
+    for path, readers in read_by.items():
+        if path in whole:
+            found[path] = whole[path](*readers)
+        elif layers.get(path, "Vacant") == "Vacant":
+            found[path] = folded_back(*readers)
     return found
 
 

@@ -4,7 +4,9 @@ The canonical form of a network is what it becomes if all its norms and scalars 
 their neighbours. The converted network is first brought to its canonical form C. The bare source
 architecture (the skeleton), with its old norms s x + t, has the same canonical form: W_C = s W,
 b_C = s b + t. So W = W_C / s, and beta takes up the change of b_C by fine-tuning. A channel with
-s = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
+s = 0 and W_C = 0 keeps the value t and gets fresh weights, which are multiplied by 0 and can learn.
+If its W_C has learned, gamma becomes 1. A learned gamma may also have changed the sign of s where
+a shift alone is left of the norm (`ChannelBias`): gamma gets that sign.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +22,7 @@ from normswap.layers import reparametrized
 from normswap.layers.placeholders import Holder
 from normswap.layers.planned_layer import scales_branch
 from normswap.models import zoo
-from normswap.plan import Arch, Edit, Step
+from normswap.plan import AbsorbMode, Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.sites.site import site_of
 from normswap.surgery import applying
@@ -84,7 +86,7 @@ def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
         if edit.path not in converted:
             raise RefusedError(f"cannot unfold {edit.path}", "it is not in the converted network")
         _invert(edit, modules, converted[edit.path])
-    _check_biases(state, tensors, {edit.path for edit in builder.edits() if edit.reads})
+    _check_biases(state, tensors, {edit.path for edit in builder.edits() if _shifts(edit)})
 
     source.module.train(network.module.training)
     return source
@@ -289,6 +291,11 @@ def _check_biases(
             raise RefusedError(
                 f"cannot unfold {name}", "it was learned, and no norm of the source can hold it"
             )
+
+
+def _shifts(edit: Edit) -> bool:
+    """Whether a layer absorbs a norm behind it, whose beta can hold what its bias has learned."""
+    return any(absorption.way is AbsorbMode.AFTER for _, absorption in edit.absorbed)
 
 
 def _invert(edit: Edit, modules: Mapping[str, nn.Module], now: nn.Module) -> None:

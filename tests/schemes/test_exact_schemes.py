@@ -292,6 +292,73 @@ def test_what_was_learned_goes_back_to_one_norm_behind_the_layer_only(name: str)
         normswap.convert(folded, "unfold", inputs=x, like=model)
 
 
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_what_a_filter_behind_a_gamma_of_0_has_learned_goes_back(kind: Any) -> None:
+    x = torch.randn(4, 4, 9, 9, dtype=torch.float64)
+    layers: list[nn.Module] = [
+        kind(4, 6, 3, groups=2),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 3, 1),
+    ]
+    model = lived_in(nn.Sequential(*layers), x)
+    gamma = torch.tensor([0.0, 0.5, 0.0, 1e-310, 1.5, 2.0])
+    model[1].weight.data.copy_(gamma)
+    folded = normswap.convert(model, "folded", inputs=x).model
+    # Everything has learned but the first filter. A transposed convolution stores (I, O, ...), by
+    # group.
+    folded[0].weight.data += 1
+    if kind is nn.ConvTranspose2d:
+        folded[0].weight.data[:2, 0] = 0
+    else:
+        folded[0].weight.data[0] = 0
+
+    back = normswap.convert(folded, "unfold", inputs=x, like=model).model
+
+    assert distance(run(folded, x), run(back, x)) < 1e-12
+    assert back[1].weight.tolist() == [0.0, 0.5, 1.0, 1.0, 1.5, 2.0]
+
+
+def test_filters_that_the_source_standardizes_are_not_unfolded_and_named() -> None:
+    x = torch.randn(4, 4, 9, 9, dtype=torch.float64)
+    layers = [timm.layers.StdConv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 3, 1)]
+    model = lived_in(nn.Sequential(*layers), x)
+    folded = normswap.convert(model, "folded", inputs=x).model
+
+    with pytest.raises(RefusedError, match=r"0: .*StdConv2d"):
+        normswap.convert(folded, "unfold", inputs=x, like=model)
+
+
+def before_its_norm() -> tuple[Any, Tensor]:
+    """A norm that reads the input, and goes into the padded convolution behind but for a shift."""
+    x = torch.randn(4, 4, 9, 9, dtype=torch.float64)
+    layers: list[nn.Module] = [nn.BatchNorm2d(4), nn.ReLU()]
+    layers += [nn.Conv2d(4, 3, 3, padding=1, bias=False)]
+    layers += [nn.ReLU(), nn.Conv2d(3, 2, 1)]
+    return lived_in(nn.Sequential(*layers), x), x
+
+
+@pytest.mark.parametrize("scheme", ["affine", "tune"])
+def test_a_gamma_that_has_changed_its_sign_goes_back(scheme: str) -> None:
+    model, x = before_its_norm()
+    model[0].weight.data.copy_(torch.tensor([0.0, 0.5, 1.0, -1.5]))
+    trained = normswap.convert(model, scheme, inputs=x).model
+    trained[0].weight.data.copy_(torch.tensor([0.3, -0.2, 0.0, -1.0]))
+
+    back = normswap.convert(trained, "unfold", inputs=x, like=model).model
+
+    assert distance(run(trained, x), run(back, x)) < 1e-12
+
+
+def test_a_bias_that_was_learned_with_no_norm_behind_it_is_named() -> None:
+    model, x = before_its_norm()
+    folded = normswap.convert(model, "folded", inputs=x).model
+    folded[2].bias.data += 1
+
+    with pytest.raises(RefusedError, match=r"2\.bias"):
+        normswap.convert(folded, "unfold", inputs=x, like=model)
+
+
 def test_a_frozen_norm_stays_and_is_said_to_be_frozen_already() -> None:
     layers = [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 5, 3), FrozenBatchNorm2d(5)]
     model = lived_in(nn.Sequential(*layers), torch.randn(4, 4, 9, 9))
