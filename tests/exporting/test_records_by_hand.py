@@ -240,6 +240,7 @@ def test_every_copy_of_the_network_in_a_file_normalizes_and_has_a_softmax_if_it_
         "in float16": shipped().in_half(torch.float16),
         "in bfloat16": shipped().in_half(torch.bfloat16),
         "in float32 again": FileContents(halved, (pixels,)).in_float32.network,
+        "in float16 as before": halved,
     }
 
     images = pixels.double()
