@@ -98,7 +98,8 @@ class HeldOutSplit:
 
     Attributes:
         held: The calls that were held out, after an iteration. Copies of images that were fitted
-            to, or of one another, are left out.
+            to, or of one another, are left out. A call that stays whole is left out if all of its
+            images are copies.
         copies: How many such copies were left out.
     """
 
@@ -141,9 +142,8 @@ class HeldOutSplit:
         # The result was fitted to an image, so a held-out copy of it says nothing about other
         # images. The copies are dropped.
         count = sum(call.count for call in self.held)
-        if not self.whole:
-            different = (_without_copies(call, fitted_to) for call in self.held)
-            self.held = [call for call in different if call is not None]
+        different = [_without_copies(call, fitted_to, whole=self.whole) for call in self.held]
+        self.held = [call for call in different if call is not None]
         self.copies = count - sum(call.count for call in self.held)
 
     def _split(
@@ -188,7 +188,7 @@ def _hashes(call: Example) -> list[bytes]:
     return hashes
 
 
-def _without_copies(call: Example, fitted_to: set[bytes]) -> Example | None:
+def _without_copies(call: Example, fitted_to: set[bytes], *, whole: bool) -> Example | None:
     """Return the samples of a call that are no copies, or None if all are.
 
     A copy equals a sample that values were fitted to, or an earlier held-out sample.
@@ -197,6 +197,7 @@ def _without_copies(call: Example, fitted_to: set[bytes]) -> Example | None:
         call: The call. If it cannot be split into samples, it is returned as it is.
         fitted_to: The hashes of the samples that count as seen: those that were fitted to, and the
             held-out samples of earlier calls. The hashes of this call are added, in place.
+        whole: Whether the call stays whole, with its copies, if it has any other sample.
     """
     hashes = _hashes(call)
     if not hashes:
@@ -206,6 +207,8 @@ def _without_copies(call: Example, fitted_to: set[bytes]) -> Example | None:
     for i, sample_hash in enumerate(hashes):
         is_new.append(sample_hash not in fitted_to and sample_hash not in hashes[:i])
     fitted_to.update(hashes)
+    if whole and any(is_new):
+        return call
     return call.take(torch.tensor(is_new))
 
 
