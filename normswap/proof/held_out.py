@@ -140,9 +140,9 @@ class HeldOutSplit:
                 yield from [fitted] if self.whole else parts(fitted, self.device)
 
         # The result was fitted to an image, so a held-out copy of it says nothing about other
-        # images. The copies are dropped.
+        # images. The copies are dropped, and those of images that were held out before.
         count = sum(call.count for call in self.held)
-        different = [_without_copies(call, fitted_to, whole=self.whole) for call in self.held]
+        different = [without_copies(call, fitted_to, whole=self.whole) for call in self.held]
         self.held = [call for call in different if call is not None]
         self.copies = count - sum(call.count for call in self.held)
 
@@ -188,15 +188,14 @@ def _hashes(call: Example) -> list[bytes]:
     return hashes
 
 
-def _without_copies(call: Example, fitted_to: set[bytes], *, whole: bool) -> Example | None:
+def without_copies(call: Example, seen: set[bytes], *, whole: bool = False) -> Example | None:
     """Return the samples of a call that are no copies, or None if all are.
 
-    A copy equals a sample that values were fitted to, or an earlier held-out sample.
+    A copy equals a sample that was seen, or an earlier sample of the call.
 
     Args:
         call: The call. If it cannot be split into samples, it is returned as it is.
-        fitted_to: The hashes of the samples that count as seen: those that were fitted to, and the
-            held-out samples of earlier calls. The hashes of this call are added, in place.
+        seen: The hashes of the samples that were seen. Those of this call are added, in place.
         whole: Whether the call stays whole, with its copies, if it has any other sample.
     """
     hashes = _hashes(call)
@@ -205,8 +204,8 @@ def _without_copies(call: Example, fitted_to: set[bytes], *, whole: bool) -> Exa
 
     is_new: list[bool] = []
     for i, sample_hash in enumerate(hashes):
-        is_new.append(sample_hash not in fitted_to and sample_hash not in hashes[:i])
-    fitted_to.update(hashes)
+        is_new.append(sample_hash not in seen and sample_hash not in hashes[:i])
+    seen.update(hashes)
     if whole and any(is_new):
         return call
     return call.take(torch.tensor(is_new))
