@@ -374,7 +374,13 @@ def test_a_file_states_what_its_network_states_and_assumes_the_rest(
 
 
 @pytest.mark.parametrize(
-    "names", [None, ["ant", "bee", "cow"], {"0": "ant", "1": "bee", "2": "cow"}]
+    "names",
+    [
+        None,
+        ["cow", "ant", "bee"],
+        {"0": "cow", "1": "ant", "2": "bee"},
+        {"2": "bee", "0": "cow", "1": "ant"},
+    ],
 )
 @pytest.mark.parametrize("output", ["logits", "probabilities"])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -400,7 +406,7 @@ def test_the_answers_of_a_file_have_the_names_and_the_scale_that_it_states(
     assert taken == ([4] if dynamic else [1] * 4)
     torch.testing.assert_close(answers.softmax(1), scores.softmax(1).expand(4, -1))
     record = preprocessing.stated(network)
-    assert record.get("label_names") == (["ant", "bee", "cow"] if names else None)
+    assert record.get("label_names") == (["cow", "ant", "bee"] if names else None)
     assert record.get("num_classes") == (3 if names else None)
     assert tuple(record["input_size"]) == SIZE
 
