@@ -187,6 +187,23 @@ def test_a_departure_says_what_was_and_what_is_where_they_are_farthest(place: st
     assert said in str(departure)
 
 
+@pytest.mark.parametrize(("jump", "named"), [(0, "first"), (5, "second"), (20, None)])
+@torch.no_grad()
+def test_a_layer_stands_out_against_the_others_of_its_kind(jump: float, named: str | None) -> None:
+    """The first is off by a hundredth, and the second by a tenth: ten times as far."""
+    network = Chain().eval()
+    x = torch.randn(6, 3)
+    first = 1.01 * network.first(x)
+    between = first.sigmoid()
+    second = 1.1 * network.second(between)
+
+    departure = where.first_layer_apart(
+        network, Example((x,)), [first, between, second], 1e-6, jump
+    )
+
+    assert (departure and departure.site) == named
+
+
 class TwoOutputs(nn.Module):
     """Two heads, of which one gives numbers that are ten thousand times as small."""
 
