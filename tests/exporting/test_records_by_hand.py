@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import provenance
 from normswap.errors import OutputError
-from normswap.exporting import checks, exported_file, formats, openvino_file, sidecar
+from normswap.exporting import checks, exported_file, formats, openvino_file, pt2_file, sidecar
 from normswap.exporting.exported_file import ExportedFile
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.request import ExportRequest
@@ -279,7 +279,61 @@ def test_any_number_stands_in_a_pt2_file_and_is_read_again(value: float, tmp_pat
     torch.testing.assert_close(answers, Padded(value)(x), rtol=0, atol=0, equal_nan=True)
 
 
+FEATURES = {"inputs": {"input": [[3, 8, 8], "float32"]}}
+
+
+@pytest.mark.parametrize(
+    ("record", "inputs", "sizes"),
+    [
+        ({}, None, [1, 15]),
+        (FEATURES, None, [2, 1]),
+        ({}, torch.rand(5, *SIZE), [4, 1]),
+        ({}, [torch.rand(4, *SIZE), torch.rand(4, *SIZE)], [3, 1, 4]),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_file_of_any_batch_is_checked_at_two_sizes(
+    dynamic: bool, record: Any, inputs: Any, sizes: list[int]
+) -> None:
+    settings = FileSettings("onnx", "fp32", dynamic_batch=dynamic)
+    model = small(**record)
+    provenance.attach(model, Provenance(source="net", pretrained_cfg={**STATED, **record}))
+    request = ExportRequest.of(model, Path("a.onnx"), formats.get("onnx"), inputs, settings)
+
+    batches, _ = request.batches()
+
+    found: list[int] = []
+    for given, _ in batches:
+        tensor = given[0] if isinstance(given, tuple) else given
+        found.append(len(tensor))
+    assert found == (sizes if dynamic else [1] * sum(sizes))
+
+
 # Quantization.
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_quantized_file_says_on_how_many_images_it_was_calibrated(
+    dynamic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on how many batches. A stand-in writes the file in float32."""
+
+    def write(contents: FileContents, file: Path, _how: Quantization) -> None:
+        pt2_file.write(contents, file)
+
+    monkeypatch.setattr(pt2_file, "write_int8", write)
+    images = torch.rand(9, *SIZE)
+
+    done = normswap.export(
+        small(**STATED),
+        tmp_path / "a.pt2",
+        dtype="int8",
+        dynamic_batch=dynamic,
+        calibrate=images[:6].split(4),
+        images=images[6:],
+    )
+
+    assert done.quantized == {"calibrated_on": 6, "weight_bits": 7}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
