@@ -9,10 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.checked_batches import first_images
+from normswap.calibration.checked_batches import first_images, without_copies
 from normswap.errors import SourceError
 from normswap.models.calling import Example, form
-from normswap.proof.held_out import without_copies
 
 # At most so many images are held in memory.
 MOST = 512

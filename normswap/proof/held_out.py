@@ -1,6 +1,5 @@
 """Held-out images: every fourth of the user's, on which source and result are compared."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from normswap.calibration.checked_batches import parts
+from normswap.calibration.checked_batches import hashes, parts, without_copies
 from normswap.graph.anatomy import Anatomy
 from normswap.models.calling import Example
 from normswap.proof import running
@@ -136,7 +135,7 @@ class HeldOutSplit:
                 self.held += [first] if self.whole else parts(first, self.device)
                 room -= first.count
             if fitted is not None:
-                fitted_to.update(_hashes(fitted))
+                fitted_to.update(hashes(fitted))
                 yield from [fitted] if self.whole else parts(fitted, self.device)
 
         # The result was fitted to an image, so a held-out copy of it says nothing about other
@@ -169,46 +168,6 @@ class HeldOutSplit:
         # A call that cannot be split is held out or fitted to as a whole.
         is_fourth_call = index % EVERY == EVERY - 1
         return (batch, None) if is_fourth_call else (None, batch)
-
-
-def _hashes(call: Example) -> list[bytes]:
-    """Return a hash of each sample of a call, or an empty list if the call cannot be split.
-
-    Samples with the same numbers have the same hash.
-    """
-    tensors = call.tensors()
-    if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in tensors):
-        return []
-
-    hashes: list[bytes] = []
-    # A sample is its entry in each tensor of the call.
-    for sample in zip(*(tensor.cpu().double().numpy() for tensor in tensors), strict=True):
-        content = b"".join(value.tobytes() for value in sample)
-        hashes.append(hashlib.sha256(content).digest())
-    return hashes
-
-
-def without_copies(call: Example, seen: set[bytes], *, whole: bool = False) -> Example | None:
-    """Return the samples of a call that are no copies, or None if all are.
-
-    A copy equals a sample that was seen, or an earlier sample of the call.
-
-    Args:
-        call: The call. If it cannot be split into samples, it is returned as it is.
-        seen: The hashes of the samples that were seen. Those of this call are added, in place.
-        whole: Whether the call stays whole, with its copies, if it has any other sample.
-    """
-    hashes = _hashes(call)
-    if not hashes:
-        return call
-
-    is_new: list[bool] = []
-    for i, sample_hash in enumerate(hashes):
-        is_new.append(sample_hash not in seen and sample_hash not in hashes[:i])
-    seen.update(hashes)
-    if whole and any(is_new):
-        return call
-    return call.take(torch.tensor(is_new))
 
 
 def measured(
