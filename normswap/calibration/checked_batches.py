@@ -3,6 +3,7 @@
 A batch that the network cannot be called with raises an error that says why.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -28,6 +29,46 @@ def parts(batch: Example, device: torch.device) -> list[Example]:
     if device.type != "cpu" or batch.listed or batch.count <= most:
         return [batch]
     return batch.parted(most)
+
+
+def hashes(call: Example) -> list[bytes]:
+    """Return a hash of each sample of a call, or an empty list if the call cannot be split.
+
+    Samples with the same numbers have the same hash.
+    """
+    tensors = call.tensors()
+    if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in tensors):
+        return []
+
+    found: list[bytes] = []
+    # A sample is its entry in each tensor of the call.
+    for sample in zip(*(tensor.cpu().double().numpy() for tensor in tensors), strict=True):
+        content = b"".join(value.tobytes() for value in sample)
+        found.append(hashlib.sha256(content).digest())
+    return found
+
+
+def without_copies(call: Example, seen: set[bytes], *, whole: bool = False) -> Example | None:
+    """Return the samples of a call that are no copies, or None if all are.
+
+    A copy equals a sample that was seen, or an earlier sample of the call.
+
+    Args:
+        call: The call. If it cannot be split into samples, it is returned as it is.
+        seen: The hashes of the samples that were seen. Those of this call are added, in place.
+        whole: Whether the call stays whole, with its copies, if it has any other sample.
+    """
+    of_samples = hashes(call)
+    if not of_samples:
+        return call
+
+    is_new: list[bool] = []
+    for i, sample_hash in enumerate(of_samples):
+        is_new.append(sample_hash not in seen and sample_hash not in of_samples[:i])
+    seen.update(of_samples)
+    if whole and any(is_new):
+        return call
+    return call.take(torch.tensor(is_new))
 
 
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:

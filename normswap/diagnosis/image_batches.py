@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.checked_batches import first_images
+from normswap.calibration.checked_batches import first_images, without_copies
 from normswap.errors import SourceError
 from normswap.models.calling import Example, form
 
@@ -36,6 +36,9 @@ class ImageBatches:
     def read(cls, model: nn.Module, batches: Iterable[object]) -> ImageBatches:
         """Return the first `MOST` images of some batches, in batches of one size.
 
+        Copies are left out, as they tell nothing new. Among copies of one image there would be no
+        sampling error, and whatever that image shows would seem to be certain.
+
         Args:
             model: The network.
             batches: Batches of the network's inputs (`Example.read`).
@@ -49,30 +52,46 @@ class ImageBatches:
         equal = as_read._shuffled(model) if as_read.images is not None else as_read._cut()
         # Every part of the images needs a batch, and a variance needs two images.
         if len(equal.calls) < PARTS or equal.calls[0].count < 2:
-            why = f"a diagnosis needs {2 * PARTS} at least, that can be split into {PARTS} batches"
+            why = (
+                f"a diagnosis needs {2 * PARTS} different ones at least, that can be split into"
+                f" {PARTS} batches"
+            )
             raise SourceError(f"{equal.count} images are too few", why)
         return equal
+
+    @classmethod
+    def of(cls, model: nn.Module, images: Tensor, size: int) -> ImageBatches:
+        """Return images in batches, in their order. The last batch may be smaller.
+
+        Args:
+            model: The network.
+            images: The images (N, C, H, W).
+            size: The number of images of a batch.
+        """
+        # `of` puts a batch of images into the arguments of the network's forward. `like` moves them
+        # to the network's device and dtype.
+        call_with = form(model).of
+        return cls(tuple(call_with(batch).like(model) for batch in images.split(size)))
 
     def _shuffled(self, model: nn.Module) -> ImageBatches:
         """Return the images in random order, in batches of one size, at least `PARTS` if possible.
 
-        The order is random because a folder gives its images class by class.
+        The order is random because a folder gives its images class by class. The network must take
+        nothing but images (`images`).
         """
-        assert self.images is not None
-        # Batches are as large as the first one, or smaller if that would make too few.
-        size = max(min(self.calls[0].count, len(self.images) // PARTS), 1)
-        # The last images, if they do not fill a batch, are left out.
-        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(0))
-        whole_batches = order[: len(order) // size * size]
-        images = self.images[whole_batches.to(self.images.device)]
+        seen: set[bytes] = set()
+        different = [without_copies(call, seen) for call in self.calls]
+        images = torch.cat([call.images for call in different if call is not None])
 
-        # `of` puts a batch of images into the arguments of the network's forward. `like` moves them
-        # to the network's device and dtype.
-        call_with = form(model).of
-        return ImageBatches(tuple(call_with(batch).like(model) for batch in images.split(size)))
+        # Batches are as large as the first one, or smaller if that would make too few.
+        size = max(min(self.calls[0].count, len(images) // PARTS), 1)
+        # The last images, if they do not fill a batch, are left out.
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        whole_batches = order[: len(order) // size * size]
+        return ImageBatches.of(model, images[whole_batches.to(images.device)], size)
 
     def _cut(self) -> ImageBatches:
-        """Return the batches that have the size of the first. Others are left out.
+        """Return the batches that have the size of the first. Others, and copies, are left out.
 
         A diagnosis needs `PARTS` batches. If there are fewer, each is first cut into `PARTS`
         batches. This is for inputs other than images, whose batches cannot be joined and split
@@ -91,7 +110,12 @@ class ImageBatches:
             whole_cuts = [cut for cut in cuts if cut is not None]
             if len(whole_cuts) == len(cuts):
                 calls = whole_cuts
-        return ImageBatches(tuple(call for call in calls if call.count == calls[0].count))
+
+        seen: set[bytes] = set()
+        different = [without_copies(call, seen, whole=True) for call in calls]
+        return ImageBatches(
+            tuple(call for call in different if call is not None and call.count == calls[0].count)
+        )
 
     @property
     def count(self) -> int:

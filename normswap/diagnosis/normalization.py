@@ -192,11 +192,8 @@ def exchanged_colours(case: Case) -> Iterator[Finding]:
     present = _Preparation(tuple(config["mean"]), tuple(config["std"]), reverses=False)
     reversed_order = replace(present, reverses=True)
     # The images are turned back into pixels, and prepared again with red and blue exchanged.
-    reversed_images = ImageBatches.read(
-        case.model, reversed_order.apply(present.undo(images)).split(_BATCH)
-    )
-    as_given = ImageBatches.read(case.model, images.split(_BATCH))
-    given_entropy = _entropies(case.model, as_given)
+    reversed_images = reversed_order.apply(present.undo(images))
+    given_entropy = _entropies(case.model, images)
     reversed_entropy = _entropies(case.model, reversed_images)
     # The network is no classifier.
     if given_entropy is None or reversed_entropy is None:
@@ -241,13 +238,17 @@ def _of_preparation(case: Case, preparation: _Preparation, *, evidence: str, cos
     )
 
 
-def _entropies(model: nn.Module, images: ImageBatches) -> Tensor | None:
+def _entropies(model: nn.Module, images: Tensor) -> Tensor | None:
     """Return the entropy of a classifier's answer to each image, (N,), in nats.
 
     The less sure the answer, the higher its entropy. The result is None if the network gives no
     class scores.
+
+    Args:
+        model: The network.
+        images: The images (N, C, H, W).
     """
-    scores = class_scores(model, images.calls)
+    scores = class_scores(model, ImageBatches.of(model, images, _BATCH).calls)
     if scores is None:
         return None
     return -(scores.softmax(1) * scores.log_softmax(1)).sum(1)

@@ -326,13 +326,14 @@ class FileContents:
 
     @property
     def in_float32(self) -> FileContents:
-        """The same contents with the network in float32.
+        """The same contents with a copy of the network in float32, if it is in float16.
 
         They are for a tool that takes a network in float32 and converts it to float16 by itself.
         """
         if self.network.dtype != torch.float16:
             return self
-        return replace(self, network=self.network.around(self.network.network.float()))
+        network = copying.duplicate(self.network.network, {}).float()
+        return replace(self, network=self.network.around(network))
 
     @property
     def dynamic_shapes(self) -> tuple[object, ...] | None:

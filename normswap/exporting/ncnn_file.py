@@ -85,7 +85,10 @@ def _convert(network: nn.Module, example: tuple[Tensor, ...], file: Path, *, hal
         torch.jit.save(torch.jit.trace(network, example, check_trace=False), buffer)
     traced.write_bytes(buffer.getbuffer())
     command = [pnnx.EXEC_PATH, str(traced), f"fp16={int(half)}"]
-    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    # What pnnx prints may hold bytes that are no UTF-8. They are no reason to stop.
+    finished = subprocess.run(
+        command, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     # Without an error, both files must have been written, too.
     has_written = file.is_file() and file.with_suffix(".bin").is_file()
     if finished.returncode or not has_written:

@@ -163,12 +163,14 @@ def _save(model: onnx.ModelProto, contents: FileContents, file: Path) -> None:
         VerificationError: `onnx.checker` rejects the model.
     """
     import onnx
+    import onnx.shape_inference
 
     onnx.helper.set_model_props(model, dict(contents.metadata))
     model.producer_name = "normswap"
     try:
         onnx.checker.check_model(model, full_check=True)
-    except onnx.checker.ValidationError as error:
+    # The full check infers all shapes. What it finds there is an error of a class of its own.
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise VerificationError(
             "onnx.checker rejects the exported graph", first_line(error)
         ) from None

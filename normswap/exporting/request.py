@@ -26,6 +26,9 @@ from normswap.surgery.network import Network
 Batches = Iterable[object] | Tensor
 # Images at a time, at most, while a file is quantized.
 _BATCH = 64
+# The number of samples of random inputs. A file is traced on two at most, and checked on one and on
+# the others.
+_DRAWN = 3
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,10 @@ class ExportRequest:
         # gets random inputs. For any other network, `inputs` stays None.
         drawn = inputs is None
         if inputs is None:
-            inputs = network_input.drawn_calls(source)
+            inputs = network_input.drawn_calls(source, batch=_DRAWN)
             if inputs is None and settings.input_size is None and len(config["input_size"]) != 3:
                 inputs = network_input.DrawnCalls(
-                    [network_input.noise(source, config["input_size"], batch=2)]
+                    [network_input.noise(source, config["input_size"], batch=_DRAWN)]
                 )
 
         # With inputs, the file takes and gives all tensors of the network. The options for images
@@ -341,14 +344,25 @@ class ExportRequest:
     def _calls(self, batches: Iterable[object]) -> Iterator[checks.Batch]:
         """Yield the input tensors of the file for each call, paired with None in place of labels.
 
-        If the file takes one sample at a time, each batch is split into calls of one sample.
+        If the file takes one sample at a time, each batch is split into calls of one sample. If it
+        takes any number, the last sample of the first batch is a call by itself, so that the file
+        is also tested at another batch size.
 
         Args:
             batches: Inputs of the network, as the user gives them.
         """
-        for batch in batches:
+        for i, batch in enumerate(batches):
             example = self.signature.form.read(batch)[0].like(self.source)
-            for call in [example] if self.settings.dynamic_batch else example.parted(1):
+            calls = [example]
+            if not self.settings.dynamic_batch:
+                calls = example.parted(1)
+            elif i == 0:
+                # The larger part comes first, as the first call is also run on changed values.
+                is_last = torch.arange(example.count) == example.count - 1
+                parts = (example.take(~is_last), example.take(is_last))
+                # A batch that cannot be split stays whole.
+                calls = [part for part in parts if part is not None] or [example]
+            for call in calls:
                 yield tuple(call.tensors()), None
 
 

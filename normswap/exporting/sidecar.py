@@ -23,7 +23,16 @@ from normswap.errors import SourceError
 from normswap.exporting.formats import sidecar_of
 from normswap.exporting.signature import INPUT, Signature
 from normswap.models import preprocessing, zoo
-from normswap.models.records import Deviations, ImageRecord, Interpolation, Means, Names, Side, Word
+from normswap.models.records import (
+    Deviations,
+    ImageRecord,
+    Interpolation,
+    Means,
+    Names,
+    Side,
+    Word,
+    class_names,
+)
 from normswap.plan import Body
 from normswap.version import __version__
 
@@ -236,9 +245,7 @@ def body(
     """
     # What the network's record states, and the usual values for what it does not state.
     stated = config(model)
-    labels = provenance.of(model).pretrained_cfg.get("label_names")
-    if isinstance(labels, Mapping):
-        labels = list(labels.values())
+    labels = class_names(provenance.of(model).pretrained_cfg)
 
     # The crop keeps the share `crop_pct` of each side. So an image is first resized to the file's
     # size divided by `crop_pct`.

@@ -48,6 +48,7 @@ from normswap.images import array_files, places
 from normswap.models import network_input, preprocessing
 from normswap.models.hub import Cfg
 from normswap.models.modes import undisturbed
+from normswap.models.records import class_names
 
 TRAIN = ("train", "training")
 VALIDATION = ("val", "valid", "validation", "eval", "evaluation", "test")
@@ -386,11 +387,7 @@ def _outputs_of_labels(
     if not names or labelled is False:
         return {}, ""
 
-    # The names of the network's classes are a list, or a dict by the number of the output.
-    class_names = record.get("label_names") or []
-    if isinstance(class_names, Mapping):
-        class_names = class_names.values()
-    classes = Outputs(record.get("num_classes"), tuple(map(str, class_names)))
+    classes = Outputs(record.get("num_classes"), tuple(class_names(record) or ()))
     return label_map(names, classes, data, needed=labelled is True)
 
 

@@ -185,6 +185,30 @@ def image_record(stated: Mapping[str, object]) -> Body:
     return plain
 
 
+def class_names(record: Mapping[str, Any]) -> list[str] | None:
+    """Return the names of a network's classes, in the order of its outputs.
+
+    timm's record has them as a list, or as a dict by the number of the output. The order of a dict
+    says nothing: a file may have its keys sorted as words, 10 before 2. The result is None if the
+    record has no names, or has them by number for some outputs only.
+
+    Args:
+        record: timm's record, or the network's own.
+    """
+    names = record.get("label_names")
+    if names is None:
+        return None
+    if not isinstance(names, Mapping):
+        return list(map(str, names))
+    # Names by other words, such as WordNet ids, can only be in the order of the outputs.
+    if not all(str(key).isdecimal() for key in names):
+        return list(map(str, names.values()))
+
+    by_number = {int(key): str(name) for key, name in names.items()}
+    numbers = range(len(names))
+    return [by_number[number] for number in numbers] if by_number.keys() == set(numbers) else None
+
+
 def without_addresses(stated: object) -> object:
     """Return a stored record without the keys that only timm's registry uses, such as addresses.
 

@@ -1,6 +1,5 @@
 """Held-out images: every fourth of the user's, on which source and result are compared."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from normswap.calibration.checked_batches import parts
+from normswap.calibration.checked_batches import hashes, parts, without_copies
 from normswap.graph.anatomy import Anatomy
 from normswap.models.calling import Example
 from normswap.proof import running
@@ -98,7 +97,8 @@ class HeldOutSplit:
 
     Attributes:
         held: The calls that were held out, after an iteration. Copies of images that were fitted
-            to, or of one another, are left out.
+            to, or of one another, are left out. A call that stays whole is left out if all of its
+            images are copies.
         copies: How many such copies were left out.
     """
 
@@ -135,15 +135,14 @@ class HeldOutSplit:
                 self.held += [first] if self.whole else parts(first, self.device)
                 room -= first.count
             if fitted is not None:
-                fitted_to.update(_hashes(fitted))
+                fitted_to.update(hashes(fitted))
                 yield from [fitted] if self.whole else parts(fitted, self.device)
 
         # The result was fitted to an image, so a held-out copy of it says nothing about other
-        # images. The copies are dropped.
+        # images. The copies are dropped, and those of images that were held out before.
         count = sum(call.count for call in self.held)
-        if not self.whole:
-            different = (_without_copies(call, fitted_to) for call in self.held)
-            self.held = [call for call in different if call is not None]
+        different = [without_copies(call, fitted_to, whole=self.whole) for call in self.held]
+        self.held = [call for call in different if call is not None]
         self.copies = count - sum(call.count for call in self.held)
 
     def _split(
@@ -169,44 +168,6 @@ class HeldOutSplit:
         # A call that cannot be split is held out or fitted to as a whole.
         is_fourth_call = index % EVERY == EVERY - 1
         return (batch, None) if is_fourth_call else (None, batch)
-
-
-def _hashes(call: Example) -> list[bytes]:
-    """Return a hash of each sample of a call, or an empty list if the call cannot be split.
-
-    Samples with the same numbers have the same hash.
-    """
-    tensors = call.tensors()
-    if call.listed or any(tensor.ndim == 0 or len(tensor) != call.count for tensor in tensors):
-        return []
-
-    hashes: list[bytes] = []
-    # A sample is its entry in each tensor of the call.
-    for sample in zip(*(tensor.cpu().double().numpy() for tensor in tensors), strict=True):
-        content = b"".join(value.tobytes() for value in sample)
-        hashes.append(hashlib.sha256(content).digest())
-    return hashes
-
-
-def _without_copies(call: Example, fitted_to: set[bytes]) -> Example | None:
-    """Return the samples of a call that are no copies, or None if all are.
-
-    A copy equals a sample that values were fitted to, or an earlier held-out sample.
-
-    Args:
-        call: The call. If it cannot be split into samples, it is returned as it is.
-        fitted_to: The hashes of the samples that count as seen: those that were fitted to, and the
-            held-out samples of earlier calls. The hashes of this call are added, in place.
-    """
-    hashes = _hashes(call)
-    if not hashes:
-        return call
-
-    is_new: list[bool] = []
-    for i, sample_hash in enumerate(hashes):
-        is_new.append(sample_hash not in fitted_to and sample_hash not in hashes[:i])
-    fitted_to.update(hashes)
-    return call.take(torch.tensor(is_new))
 
 
 def measured(

@@ -116,11 +116,11 @@ class _TrainingRun:
 
 @dataclass(frozen=True)
 class _Operation:
-    """One call of a torch function in a forward.
+    """One call of a torch function in a forward, or of a module that torch.jit compiled.
 
     Args:
         name: The name of the function, as people write it.
-        path: The path of the module whose forward calls it.
+        path: The path of the module whose forward calls it, or of the compiled module.
         live: The tensors that it returned, with their autograd history.
         values: Copies of these tensors from right after the call, as they may be written to later.
     """
@@ -719,7 +719,7 @@ class _Watch(TorchFunctionMode):
     """Records every call of a torch function in one forward, and the module that makes it.
 
     Args:
-        model: The network that is watched.
+        model: The copy of a network that is watched. `hooks` changes its compiled modules.
 
     Attributes:
         operations: The calls in order, each as an `_Operation`.
@@ -733,15 +733,22 @@ class _Watch(TorchFunctionMode):
         self.operations: list[_Operation] = []
 
     def hooks(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Register the hooks that keep track of which module runs, and yield their handles."""
-        # A module that has several paths goes by the first one. A compiled one takes no hooks.
+        """Register the hooks that keep track of which module runs, and yield their handles.
+
+        A module that torch.jit compiled takes no hooks, and nothing inside is seen. In its place
+        the network calls `_run_compiled`, which records the whole forward as one operation.
+        """
+        # A module that has several paths goes by the first one.
         distinct: dict[nn.Module, str] = {}
         for path, module in self.modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):
-                distinct.setdefault(module, path)
+            distinct.setdefault(module, path)
         for module, path in distinct.items():
-            yield module.register_forward_pre_hook(partial(self._enter, path))
-            yield module.register_forward_hook(self._leave, always_call=True)
+            if not isinstance(module, torch.jit.ScriptModule):
+                yield module.register_forward_pre_hook(partial(self._enter, path))
+                yield module.register_forward_hook(self._leave, always_call=True)
+            # A compiled list of modules has no forward.
+            elif hasattr(module, "forward"):
+                vars(module)["forward"] = partial(self._run_compiled, path, module.forward)
 
     def _enter(self, path: str, *_: object) -> None:
         """Put the path of a module whose forward begins behind those of the modules around it."""
@@ -760,14 +767,43 @@ class _Watch(TorchFunctionMode):
     ) -> object:
         """Call the torch function, and record the call if it returns tensors."""
         result = func(*args, **(kwargs or {}))
+        # The last path in `around` is that of the innermost module, whose forward makes the call.
+        self._record(_name(func), self.around[-1], result)
+        return result
+
+    def _run_compiled(
+        self, path: str, forward: Callable[..., object], *args: object, **kwargs: object
+    ) -> object:
+        """Run the forward of a module that torch.jit compiled, and record it as one operation.
+
+        Args:
+            path: The path of the module.
+            forward: Its compiled forward.
+            args: The arguments of the call.
+            kwargs: The keyword arguments of the call.
+        """
+        # A function that the compiler was told to ignore is seen, and belongs to this module.
+        self._enter(path)
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._leave()
+        self._record("the forward that torch.jit compiled", path, result)
+        return result
+
+    def _record(self, name: str, path: str, result: object) -> None:
+        """Add an operation to the record, if it returned tensors.
+
+        Args:
+            name: The name of the operation.
+            path: The path of the module whose forward it is part of.
+            result: What it returned.
+        """
         tensors = tuple(tensor for _, tensor in named_tensors(result))
         if tensors:
-            # A later operation may write into the tensors, so their numbers are copied now. The
-            # last path in `around` is that of the innermost module, whose forward makes the call.
+            # A later operation may write into the tensors, so their numbers are copied now.
             values = tuple(tensor.detach().clone() for tensor in tensors)
-            self.operations.append(_Operation(_name(func), self.around[-1], tensors, values))
-
-        return result
+            self.operations.append(_Operation(name, path, tensors, values))
 
 
 def _name(function: Callable[..., object]) -> str:

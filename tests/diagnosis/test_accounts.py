@@ -18,7 +18,7 @@ from normswap.diagnosis import answers, doctor, drift, normalization, settings, 
 from normswap.diagnosis.findings import Case, Certainty, Diagnosis, Finding, StoredNorm, sites_of
 from normswap.diagnosis.image_batches import ImageBatches
 from normswap.diagnosis.normalization import _Preparation
-from normswap.errors import TraceError
+from normswap.errors import SourceError, TraceError
 from normswap.graph.inspection import inspect
 from normswap.models.calling import Example
 from normswap.surgery.network import Network
@@ -311,11 +311,8 @@ def test_entropies_of_answers_are_those_of_their_probabilities() -> None:
     """Half and half is ln 2. One of four with 7/10, the others with 1/10 each, by hand."""
     probabilities = torch.tensor([[0.5, 0.5, 0, 0], [0.25] * 4, [0.1, 0.7, 0.1, 0.1]]) + 1e-12
     images = noise(3, 3, 4, 4)
-    calls = (Example((images,)),)
 
-    entropies = normalization._entropies(
-        Gives(lambda x: probabilities.log() + 2.5), ImageBatches(calls)
-    )
+    entropies = normalization._entropies(Gives(lambda x: probabilities.log() + 2.5), images)
 
     assert entropies is not None
     mostly_one = -(0.7 * math.log(0.7) + 3 * 0.1 * math.log(0.1))
@@ -365,6 +362,19 @@ def test_a_batch_of_several_inputs_is_cut_into_four_parts_that_share_no_sample(c
     ]
     for first, second in parts:
         assert torch.equal(second, 10 * first)
+
+
+def test_copies_of_a_sample_of_several_inputs_are_no_evidence() -> None:
+    x = torch.arange(8.0)[:, None].expand(8, 4)
+    whole = {"x": x, "y": 10 * x}
+    alike = {"x": x[:1].repeat(32, 1), "y": x[1:2].repeat(32, 1)}
+
+    for batches in ([whole] * 4, [alike]):
+        with pytest.raises(SourceError, match="too few"):
+            ImageBatches.read(OfTwoInputs(), batches)
+
+    others = [{"x": x + number, "y": x} for number in (0, 8, 16, 24)]
+    assert ImageBatches.read(OfTwoInputs(), [*others, whole, others[0]]).count == 40
 
 
 @pytest.mark.parametrize(

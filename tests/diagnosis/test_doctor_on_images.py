@@ -244,6 +244,21 @@ def test_a_healthy_network_has_no_fault_on_its_images_nor_on_few() -> None:
         normswap.diagnose(model, images=[batches[0][:6]])
 
 
+def test_copies_of_an_image_are_no_evidence() -> None:
+    """Copies have no spread, so what one image shows would seem to be beyond chance."""
+    model = trained()
+    (first, *others) = images(model)
+    alike = first[:1].repeat(BATCH, 1, 1, 1)
+
+    for batches in ([alike] * 8, [alike, first[:7]]):
+        with pytest.raises(SourceError, match=r"[17] images are too few"):
+            normswap.diagnose(model, images=batches)
+
+    seen = ImageBatches.read(model, [alike, first, *others, *others])
+    assert seen.count == COUNT
+    assert len(torch.cat([call.images for call in seen.calls]).unique(dim=0)) == COUNT
+
+
 def test_drift_is_that_of_the_norms_input_with_its_error() -> None:
     """Against NumPy: a first norm sees what its convolution makes of the images, in four parts."""
     model = trained()

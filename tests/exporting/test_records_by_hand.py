@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import normswap
 from normswap import provenance
 from normswap.errors import OutputError
-from normswap.exporting import checks, exported_file, formats, openvino_file, sidecar
+from normswap.exporting import checks, exported_file, formats, openvino_file, pt2_file, sidecar
 from normswap.exporting.exported_file import ExportedFile
 from normswap.exporting.exported_module import FileContents, Shipped
 from normswap.exporting.request import ExportRequest
@@ -240,6 +240,7 @@ def test_every_copy_of_the_network_in_a_file_normalizes_and_has_a_softmax_if_it_
         "in float16": shipped().in_half(torch.float16),
         "in bfloat16": shipped().in_half(torch.bfloat16),
         "in float32 again": FileContents(halved, (pixels,)).in_float32.network,
+        "in float16 as before": halved,
     }
 
     images = pixels.double()
@@ -278,7 +279,61 @@ def test_any_number_stands_in_a_pt2_file_and_is_read_again(value: float, tmp_pat
     torch.testing.assert_close(answers, Padded(value)(x), rtol=0, atol=0, equal_nan=True)
 
 
+FEATURES = {"inputs": {"input": [[3, 8, 8], "float32"]}}
+
+
+@pytest.mark.parametrize(
+    ("record", "inputs", "sizes"),
+    [
+        ({}, None, [1, 15]),
+        (FEATURES, None, [2, 1]),
+        ({}, torch.rand(5, *SIZE), [4, 1]),
+        ({}, [torch.rand(4, *SIZE), torch.rand(4, *SIZE)], [3, 1, 4]),
+    ],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_file_of_any_batch_is_checked_at_two_sizes(
+    dynamic: bool, record: Any, inputs: Any, sizes: list[int]
+) -> None:
+    settings = FileSettings("onnx", "fp32", dynamic_batch=dynamic)
+    model = small(**record)
+    provenance.attach(model, Provenance(source="net", pretrained_cfg={**STATED, **record}))
+    request = ExportRequest.of(model, Path("a.onnx"), formats.get("onnx"), inputs, settings)
+
+    batches, _ = request.batches()
+
+    found: list[int] = []
+    for given, _ in batches:
+        tensor = given[0] if isinstance(given, tuple) else given
+        found.append(len(tensor))
+    assert found == (sizes if dynamic else [1] * sum(sizes))
+
+
 # Quantization.
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_quantized_file_says_on_how_many_images_it_was_calibrated(
+    dynamic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on how many batches. A stand-in writes the file in float32."""
+
+    def write(contents: FileContents, file: Path, _how: Quantization) -> None:
+        pt2_file.write(contents, file)
+
+    monkeypatch.setattr(pt2_file, "write_int8", write)
+    images = torch.rand(9, *SIZE)
+
+    done = normswap.export(
+        small(**STATED),
+        tmp_path / "a.pt2",
+        dtype="int8",
+        dynamic_batch=dynamic,
+        calibrate=images[:6].split(4),
+        images=images[6:],
+    )
+
+    assert done.quantized == {"calibrated_on": 6, "weight_bits": 7}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -373,7 +428,13 @@ def test_a_file_states_what_its_network_states_and_assumes_the_rest(
 
 
 @pytest.mark.parametrize(
-    "names", [None, ["ant", "bee", "cow"], {"0": "ant", "1": "bee", "2": "cow"}]
+    "names",
+    [
+        None,
+        ["cow", "ant", "bee"],
+        {"0": "cow", "1": "ant", "2": "bee"},
+        {"2": "bee", "0": "cow", "1": "ant"},
+    ],
 )
 @pytest.mark.parametrize("output", ["logits", "probabilities"])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -399,7 +460,7 @@ def test_the_answers_of_a_file_have_the_names_and_the_scale_that_it_states(
     assert taken == ([4] if dynamic else [1] * 4)
     torch.testing.assert_close(answers.softmax(1), scores.softmax(1).expand(4, -1))
     record = preprocessing.stated(network)
-    assert record.get("label_names") == (["ant", "bee", "cow"] if names else None)
+    assert record.get("label_names") == (["cow", "ant", "bee"] if names else None)
     assert record.get("num_classes") == (3 if names else None)
     assert tuple(record["input_size"]) == SIZE
 

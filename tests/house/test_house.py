@@ -273,6 +273,85 @@ def test_an_asking_elsewhere_is_seen() -> None:
     assert classifies("from normswap.sites.site import site_of\nisinstance(x, nn.Linear)") == []
 
 
+# The keywords of `open`, and the functions that read or write text: with the place of their mode,
+# "r" by default, or with None if they have no mode. `Path.open` has its mode in the first place.
+OPENING = {"mode", "buffering", "errors", "newline", "closefd", "opener"}
+TEXTS = {"read_text": None, "write_text": None, "TextIOWrapper": None, "open": 1, "fdopen": 1}
+MODE = re.compile("[rwaxbt+]+")
+
+
+def decodes(call: ast.Call) -> bool:
+    """Whether a call reads or writes text, or opens a text file, or runs a process for its text."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if "text" in keywords or "universal_newlines" in keywords:
+        return ast.unparse(call.func).startswith("subprocess.")
+
+    is_method = isinstance(call.func, ast.Attribute)
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if name not in TEXTS:
+        return False
+    place = TEXTS[name]
+    if place is None:
+        return True
+    if is_method and name == "open":
+        place = 0
+
+    mode = keywords.get("mode", ast.Constant("r"))
+    if len(call.args) > place:
+        mode = call.args[place]
+    # Other things than files are opened, too: a network, or an image by its path.
+    is_mode = isinstance(mode, ast.Constant) and MODE.fullmatch(str(mode.value))
+    return bool(is_mode) and keywords.keys() <= OPENING and "b" not in mode.value
+
+
+def without_encoding(text: str) -> list[str]:
+    """Return the calls that leave the encoding of a text to the system: UTF-8 on Linux alone."""
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return [
+        ast.unparse(call)
+        for call in calls
+        if decodes(call) and "encoding" not in {keyword.arg for keyword in call.keywords}
+    ]
+
+
+def test_every_text_has_an_encoding() -> None:
+    found = {name_of(file): without_encoding(file.read_text(encoding="utf-8")) for file in FILES}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "(folder / 'a').read_text()",
+        "self.file.write_text(text)",
+        "open(file)",
+        "open(file, 'w', newline='')",
+        "file.open()",
+        "file.open('a')",
+        "file.open(mode='r')",
+        "os.fdopen(handle, 'w')",
+        "io.TextIOWrapper(stream)",
+        "subprocess.run(command, text=True)",
+    ],
+)
+def test_a_text_without_encoding_is_seen(call: str) -> None:
+    assert without_encoding(call) == [call]
+    assert without_encoding(f"{call[:-1]}, encoding='utf-8')".replace("(, ", "(")) == []
+
+
+def test_bytes_and_what_is_no_file_need_no_encoding() -> None:
+    for call in (
+        "file.open('rb')",
+        "open(file, mode='wb')",
+        "os.open(file, os.O_RDWR)",
+        "Image.open(file)",
+        "form.open(file, inside=True)",
+        "run.open(resume=True)",
+        "subprocess.run(command)",
+    ):
+        assert without_encoding(call) == []
+
+
 PLANTED = {
     "layers.scale": "from normswap.graph import tracing",
     "graph.tracing": "def f():\n    from normswap.layers.scale import Scale",

@@ -16,6 +16,7 @@ from normswap.cli.app import main
 from normswap.errors import SourceError
 from normswap.images.accuracy import evaluate
 from normswap.images.datasets import Outputs, image_record, label_map, make_loader
+from normswap.models.records import class_names
 from normswap.storage.checkpoint import open_model
 
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -162,6 +163,35 @@ def test_labels_without_names_are_in_the_order_of_their_numbers(
 
     # Each image has the shade of its number.
     assert found == {number: 20 * number for number in range(12)}
+
+
+AS_WORDS = sorted(map(str, range(12)))
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (None, None),
+        (("b", "a"), ["b", "a"]),
+        ({number: f"class{number}" for number in AS_WORDS}, [f"class{n}" for n in range(12)]),
+        ({1: "a", 0: "b"}, ["b", "a"]),
+        ({"0": "b", "2": "a"}, None),
+        ({"n02": "b", "n01": "a"}, ["b", "a"]),
+    ],
+)
+def test_names_of_classes_are_in_the_order_of_the_outputs(names: object, found: object) -> None:
+    """Of names for some outputs alone nothing is said. timm has a list, or a dict by number."""
+    assert class_names({"label_names": names}) == found
+
+
+def test_a_name_is_the_output_that_it_has_by_number(tmp_path: Path) -> None:
+    for number in (10, 2):
+        photograph(tmp_path / f"class{number}" / "0.png")
+    names = {number: f"class{number}" for number in AS_WORDS}
+
+    loader = make_loader({**CONFIG, "num_classes": 12, "label_names": names}, str(tmp_path))
+
+    assert sorted(torch.cat([labels for _, labels in loader]).tolist()) == [2, 10]
 
 
 @pytest.mark.parametrize(

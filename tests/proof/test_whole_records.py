@@ -64,6 +64,22 @@ def test_of_calls_that_stay_whole_every_fourth_is_held_out() -> None:
     assert [int(call.images[0, 0, 0, 0]) for call in split.held] == [3, 7]
 
 
+def test_a_whole_call_of_nothing_but_copies_is_not_held_out() -> None:
+    """One with a new image beside a copy is."""
+    calls = [Example((torch.full((2, 3, 4, 4), float(number)),)) for number in range(12)]
+    calls[3] = calls[0]
+    calls[7].images[0] = calls[1].images[0]
+    calls[11] = calls[7]
+    split = held_out.HeldOutSplit(calls, torch.device("cpu"), whole=True)
+
+    fitted = [*split]
+
+    assert len(fitted) == 9
+    (held,) = split.held
+    assert held.images[:, 0, 0, 0].tolist() == [1, 7]
+    assert split.copies == 4
+
+
 def test_the_error_of_several_outputs_has_the_largest_distance_and_the_least_agreement() -> None:
     """The outputs agree on 3, 1 and 2 of 4 images, in two batches; all by hand."""
     source = torch.eye(4)
@@ -169,6 +185,23 @@ def test_a_departure_says_what_was_and_what_is_where_they_are_farthest(place: st
     }
     said = f"where {departure.network:.4g} in the network is {departure.result:.4g}"
     assert said in str(departure)
+
+
+@pytest.mark.parametrize(("jump", "named"), [(0, "first"), (5, "second"), (20, None)])
+@torch.no_grad()
+def test_a_layer_stands_out_against_the_others_of_its_kind(jump: float, named: str | None) -> None:
+    """The first is off by a hundredth, and the second by a tenth: ten times as far."""
+    network = Chain().eval()
+    x = torch.randn(6, 3)
+    first = 1.01 * network.first(x)
+    between = first.sigmoid()
+    second = 1.1 * network.second(between)
+
+    departure = where.first_layer_apart(
+        network, Example((x,)), [first, between, second], 1e-6, jump
+    )
+
+    assert (departure and departure.site) == named
 
 
 class TwoOutputs(nn.Module):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from support.command_line import as_documented
 from support.report_pages import NETWORKS, check, source
 from support.sampled_tables import quick
+from torch import nn
 
 import normswap
 from normswap.cli.app import main
@@ -107,6 +108,43 @@ def test_alphas_are_those_in_the_file(case: Reported) -> None:
 
     order = [block.path for block in facts.blocks]
     assert [alpha.block for alpha in facts.alphas] == order[: len(stored)]
+
+
+class LastFirst(nn.Module):
+    """Three residual blocks, which are registered in another order than they run in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("third", "first", "second"):
+            self.add_module(name, nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("first", "second", "third"):
+            x = torch.relu(x + self.get_submodule(name)(x))
+        return x
+
+
+def test_alphas_are_listed_by_the_blocks_that_they_end_in_the_order_of_the_forward() -> None:
+    source = LastFirst().eval()
+    done = normswap.convert(source, "skipinit", inputs=torch.randn(2, 4, 8, 8), alpha=0.5)
+    scalars = {
+        name: module for name, module in done.model.named_modules() if hasattr(module, "alpha")
+    }
+    with torch.no_grad():
+        for value, scalar in enumerate(scalars.values()):
+            scalar.alpha.fill_(value)
+
+    anatomy = normswap.inspect(source, torch.zeros(1, 4, 8, 8))
+    alphas = report._alphas(done.model, anatomy, done.plan)
+
+    # They have values 0, 1 and 2 in the order in which they are registered.
+    places = [alpha.path.split(".")[0] for alpha in alphas]
+    assert places == ["first", "second", "third"]
+    assert {alpha.block: alpha.path for alpha in alphas} == {
+        block.path: block.tail for block in anatomy.blocks
+    }
+    assert [alpha.value for alpha in alphas] == [1, 2, 0]
+    assert [alpha.planned for alpha in alphas] == [0.5] * 3
 
 
 @pytest.mark.slow

@@ -136,6 +136,19 @@ class Compiled(nn.Module):
         return x * self.scale
 
 
+class Listed(nn.Module):
+    """A list of modules, in a form that torch.jit compiles. The list itself has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Compiled(centred=False), Compiled(centred=True)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Zero(nn.Module):
     """A branch over the batch behind a factor that begins at zero."""
 
@@ -224,10 +237,14 @@ LEAKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Around(nn.Sequential(nn.Identity(), Own(lambda self, x: x - x.mean(0)))),
         "mix.1: Tensor.mean (in a Own)",
     ),
-    # Nothing inside a compiled module is seen, so the first operation behind it is named.
+    # Nothing inside a compiled module is seen, so its whole forward is named.
     "compiled": (
         lambda: Around(torch.jit.script(Compiled(centred=True))),
-        "mixes samples",
+        "mix: the forward that torch.jit compiled",
+    ),
+    "compiled, nested": (
+        lambda: Around(nn.Sequential(nn.Identity(), torch.jit.script(Listed()))),
+        "mix.1: the forward that torch.jit compiled",
     ),
     "evonorm": (lambda: Around(EvoNorm2dB0(8)), "mix"),
     "updated": (lambda: Around(WithoutParameters(updated, **memory())), "mix"),
@@ -272,7 +289,7 @@ LEAKS_OF_EACH_KIND = [
     "flip",
     "layer",
     "nested",
-    "compiled",
+    "compiled, nested",
     "attribute",
     "kept as it is",
     "gradient",

@@ -143,6 +143,29 @@ def test_only_an_exact_result_that_is_wrong_is_searched_for_the_first_layer() ->
     assert departures["fitted"] is None
 
 
+def test_of_two_layers_that_differ_the_first_is_named() -> None:
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 12, 12)
+    layers: list[nn.Module] = []
+    for fan_in in (3, 8, 8):
+        layers += [nn.Conv2d(fan_in, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    source = lived_in(nn.Sequential(*layers), images.double()).float()
+    result = normswap.convert(source, "folded", inputs=images).model
+    with torch.no_grad():
+        for path in ("3", "6"):
+            result.get_parameter(f"{path}.bias").add_(1)
+    network = Network(source, images)
+    report = reverification.again(network, result)
+
+    apart = reverification.first_converted_layer_apart(network, result, report)
+
+    assert apart is not None
+    assert (apart.site, apart.kind) == ("3", "Conv2d")
+    # Of another source, to which the plan cannot be applied, no layer is known.
+    other = Network(nn.Sequential(nn.Flatten(), nn.Linear(432, 2)), images)
+    assert reverification.first_converted_layer_apart(other, result, report) is None
+
+
 def test_a_source_is_opened_at_the_size_that_was_recorded_if_any_was() -> None:
     arch = Arch(builder="timm", name="resnet18")
     sized = Provenance(arch, "timm:resnet18", pretrained_cfg={"input_size": (3, 96, 80)})
