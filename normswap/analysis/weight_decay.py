@@ -107,18 +107,19 @@ def roles(
 
     Args:
         model: The network, or a copy of it, such as an average of its weights.
-        policy: The name of a policy (`param_groups` says what decays under each), or the roles to
-            which weight decay applies.
+        policy: The name of a policy (`param_groups` says what decays under each), or the role or
+            roles to which weight decay applies.
         network: The record of the network, if there is one already. Without it the network is
             recorded anew.
 
     Raises:
         OptionError: The policy or a role is unknown.
     """
-    # A policy that is none of the names must be a collection of roles. The keys of `_KIM` are all
-    # roles that there are.
-    if policy not in POLICIES and not set(policy) <= set(_KIM):
-        unknown = [policy] if isinstance(policy, str) else sorted(set(policy) - set(_KIM))
+    # A policy that is none of the names must be roles. The keys of `_KIM` are all roles that there
+    # are.
+    decaying_roles = _decaying_roles(policy)
+    unknown = sorted(decaying_roles.difference(_KIM))
+    if policy not in POLICIES and unknown:
         raise OptionError(
             f"unknown policy {', '.join(unknown)}", remedy=f"Known: {', '.join((*POLICIES, *_KIM))}"
         )
@@ -136,7 +137,7 @@ def roles(
         decaying = _decaying_by_timm(model)
     else:
         decaying = {
-            id(model.get_parameter(path)) for path, role in trainable if _decays(role, policy)
+            id(model.get_parameter(path)) for path, role in trainable if role in decaying_roles
         }
     return [
         Assignment(path, role, id(model.get_parameter(path)) in decaying, f"by {policy}")
@@ -144,18 +145,21 @@ def roles(
     ]
 
 
-def _decays(role: str, policy: Policy) -> bool:
-    """Whether weight decay applies to the parameters of a role.
+def _decaying_roles(policy: Policy) -> set[str]:
+    """Return the roles to which weight decay applies under a policy.
 
     Args:
-        role: What the parameter is to its layer, such as `weight` or `bias`.
-        policy: `all`, `weights-only` or a list of roles.
+        policy: `all`, `weights-only`, a role or several roles. The other names of policies are no
+            lists of roles, and are returned like a role.
     """
     if policy == "all":
-        return True
+        return set(_KIM)
     if policy == "weights-only":
-        return role == "weight"
-    return role in policy
+        return {"weight"}
+    # A text is one role. Its letters are none.
+    if isinstance(policy, str):
+        return {policy}
+    return set(policy)
 
 
 def _decaying_by_timm(model: nn.Module) -> set[int]:
@@ -224,8 +228,8 @@ def param_groups(
     Args:
         model: The network.
         weight_decay: The weight decay of the groups that decay.
-        policy: The name of a policy, or a list of the roles that decay. ["weight", "gamma_last"]
-            are the weights and the gamma of the last norm of each residual branch. `normswap decay`
+        policy: The name of a policy, or the role or roles that decay. ["weight", "gamma_last"] are
+            the weights and the gamma of the last norm of each residual branch. `normswap decay`
             prints the role of each parameter.
         lr: The learning rate. With it a group's `lr` is `lr` times its scale. Without it a group
             carries its scale as `lr_scale`, by which timm's schedulers multiply. A group never has

@@ -160,6 +160,27 @@ def _interpreters(models: Sequence[nn.Module], first: Example) -> list[Interpret
         ) from None
 
 
+def _call_in_one_order(interpreters: Sequence[Interpreter]) -> bool:
+    """Whether all networks call the layers that they share once each, and in the same order.
+
+    A layer is a module with parameters. Layers of two networks are shared if their paths are equal.
+    """
+    orders: list[list[str]] = []
+    for interpreter in interpreters:
+        modules = ((node, interpreter.traced.module(node)) for node in interpreter.nodes)
+        orders.append(
+            [
+                str(node.target)
+                for node, module in modules
+                if module is not None and any(True for _ in nn.Module.parameters(module))
+            ]
+        )
+
+    shared = set(orders[0]).intersection(*orders[1:])
+    first, *others = ([path for path in order if path in shared] for order in orders)
+    return len(first) == len(shared) and all(order == first for order in others)
+
+
 class Lockstep:
     """Networks in eval mode that run over the same batches, node by node.
 
@@ -198,8 +219,11 @@ class Lockstep:
             for model in models:
                 run(model, first)
 
-        # For each batch, the stored values of each network.
+        # For each batch, the stored values of each network, and those before its first node. The
+        # latter are kept only if a network may have to begin again (`run_to`).
         self.batches: list[list[Values]] = []
+        self.starts: list[list[Values]] = []
+        self._keeps_starts = not _call_in_one_order(self.interpreters)
         # The number of the user's images.
         self.images = 0
         # The number of stored images: the user's, and the mirror images of some.
@@ -222,6 +246,8 @@ class Lockstep:
         self.rows += example.count
         # Each network gets a copy: the first layer may write in place.
         starts = [interpreter.start(example.map(torch.clone)) for interpreter in self.interpreters]
+        if self._keeps_starts:
+            self.starts.append(copy.deepcopy(starts))
         self.batches.append([_stored(values, {}) for values in starts])
 
     @torch.no_grad()
@@ -241,20 +267,23 @@ class Lockstep:
             interpreter.index[node]
             for interpreter, node in zip(self.interpreters, nodes, strict=True)
         ]
-        # If a node lies before the place that its network has reached, nothing is stored: all
-        # networks stay where they are.
+        # If a node lies before the place that its network has reached, what the node reads may have
+        # been dropped or written over. Then all networks begin again, and nothing is stored: the
+        # next stop goes on from where they were.
         advances = all(end >= begin for begin, end in zip(self.reached, stops, strict=True))
+        begins = self.reached if advances else [0] * len(stops)
+        assert advances or self.starts, "layers are asked for in the order of their calls"
 
         extremes: list[Tensor] = []
-        for i, stored in enumerate(self.batches):
+        for i, stored in enumerate(self.batches if advances else self.starts):
             batch = [_loaded(values, self.device) for values in stored]
             if not advances:
-                # The next stop starts from the stored values, so this one must not write into them.
+                # The stored inputs must stay as they are.
                 batch = copy.deepcopy(batch)
 
             try:
                 for interpreter, values, begin, end in zip(
-                    self.interpreters, batch, self.reached, stops, strict=True
+                    self.interpreters, batch, begins, stops, strict=True
                 ):
                     interpreter.run(values, begin, end)
             # The recorded operations are the user's, and may raise anything for other images.

@@ -76,7 +76,7 @@ def build(name: str, request: BuildRequest) -> Built:
         processor = hub.read_json(file, name)
     preprocessing = hub.of_image_processor(processor, model, name)
     # If the user asks for another number of classes, the head is new and stays random.
-    has_new_head = _config(Arch(name, hub.bare(stated))).num_labels != model.config.num_labels
+    has_new_head = _config(hub.bare(stated), name).num_labels != model.config.num_labels
 
     def pretrained() -> nn.Module:
         return _trained(place, arch, name, has_new_head=has_new_head)
@@ -137,7 +137,7 @@ def create(arch: Arch) -> transformers.PreTrainedModel:
     """
     check_arguments(arch)
     _check_stated(arch.kwargs, f"hf:{arch.name}")
-    config = _config(arch)
+    config = _config(arch.kwargs, f"hf:{arch.name}")
     network_class = getattr(transformers, arch.name, None)
     if not (
         isinstance(network_class, type) and issubclass(network_class, transformers.PreTrainedModel)
@@ -251,7 +251,7 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     check_arguments(Arch(name, kwargs, "transformers"))
 
     # The class of the config must know every argument.
-    config = _config(Arch(name, hub.bare(stated)))
+    config = _config(hub.bare(stated), name)
     unknown = next(
         (key for key in arguments if key not in stated and not hasattr(config, key)), None
     )
@@ -273,23 +273,24 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     return Arch(type(model).__name__, kwargs, "transformers")
 
 
-def _config(arch: Arch) -> transformers.PretrainedConfig:
+def _config(stated: Cfg, origin: str) -> transformers.PretrainedConfig:
     """Return transformers' config object for an architecture.
 
     Args:
-        arch: The architecture. Its arguments are the entries of a config.json.
+        stated: The entries of its config.json.
+        origin: The name of the network, such as `hf:owner/name`, for messages.
 
     Raises:
         SourceError: There is no such model_type in transformers.
     """
     # A config may change the objects that it is given.
-    body = copy.deepcopy(dict(arch.kwargs))
+    body = copy.deepcopy(dict(stated))
     kind = body.pop("model_type", None)
     configs = transformers.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in configs:
         remedy = near(str(kind), configs, _NOT_RUN)
-        raise SourceError(f"{arch.name}: transformers has no model_type {kind!r}", remedy=remedy)
-    return make(f"hf:{arch.name}", configs[kind].from_dict, {"config_dict": body})
+        raise SourceError(f"{origin}: transformers has no model_type {kind!r}", remedy=remedy)
+    return make(origin, configs[kind].from_dict, {"config_dict": body})
 
 
 def _trained(place: str, arch: Arch, name: str, *, has_new_head: bool) -> nn.Module:
@@ -322,7 +323,7 @@ def _trained(place: str, arch: Arch, name: str, *, has_new_head: bool) -> nn.Mod
     with unreadable, quiet(), hub.offline():
         model, info = getattr(transformers, arch.name).from_pretrained(
             file.parent,
-            config=_config(arch),
+            config=_config(arch.kwargs, name),
             local_files_only=True,
             use_safetensors="safetensors" in file.name,
             weights_only=True,

@@ -210,7 +210,9 @@ def open_source(
         return _carry(built, built.model, built.source, None)
 
     # Values that the trained weights do not fill, such as a new head, come from a fixed seed, so
-    # that the network is the same each time that it is opened.
+    # that the network is the same each time that it is opened. Some libraries draw them when they
+    # build the network, others build it once more to load it. Both begin with the seed: in one
+    # block, the second network's values would depend on how many the first has drawn.
     with seeded():
         built = builder.build(name, request)
 

@@ -65,8 +65,8 @@ class Claim:
 def remove(folder: Path) -> None:
     """Remove a folder in which files were written, and ignore what cannot be removed.
 
-    The file `.normswap` in it is removed last. If this process is killed meanwhile, that file tells
-    the next one that the folder is normswap's.
+    The file `.normswap` in it is removed last. If this process is killed meanwhile, or something
+    cannot be removed, that file tells the next process that the folder is normswap's.
     """
     for name in _entries(folder):
         path = folder / name
@@ -75,7 +75,8 @@ def remove(folder: Path) -> None:
         elif name != _OWNER:
             with suppress(OSError):
                 path.unlink()
-    shutil.rmtree(folder, ignore_errors=True)
+    if not set(_entries(folder)).difference([_OWNER]):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def old_folder(folder: Path, names: Sequence[str]) -> Path:
@@ -131,12 +132,10 @@ def is_unfinished(path: Path, file: Path) -> bool:
         return False
     if path.is_symlink() or not path.is_dir():
         return False
+    # A process that was killed before it began the list of names leaves an empty folder. Without
+    # the list, a folder that holds anything is somebody else's.
     names = _entries(path)
-    if _OWNER in names:
-        return file.name in _names_of(path, file)
-    # A process that was killed before it wrote the list of names leaves an empty folder. Without
-    # the list, any other folder must hold the file or its old version.
-    return not names or bool({file.name, "old"}.intersection(names))
+    return not names or (_OWNER in names and file.name in _names_of(path, file))
 
 
 def put_back(file: Path, *, removes: bool = False) -> None:
@@ -160,10 +159,7 @@ def put_back(file: Path, *, removes: bool = False) -> None:
                 continue
             _tell(f"{file} was put back: a run that replaced it was killed")
 
-        names = _entries(folder)
-        # A folder without the list of names may belong to somebody else, unless it is empty.
-        is_ours = _OWNER in names or not names
-        if removes and is_ours:
+        if removes:
             remove(folder)
             _tell(f"removed {folder}, which a run that was killed had left behind")
         else:

@@ -174,14 +174,14 @@ class Folder:
             return "no directory, but a file"
 
         names = {path.name for path in self.place.iterdir()}
+        # The files and networks that `put_back` mends.
+        written_whole = (self.best, self.last, self.recipe, self.metrics)
         for name in sorted(names):
             path = self.place / name
             # `_NAMES` says which names are directories.
             is_of_a_run = name in _NAMES and path.is_dir() is _NAMES[name]
             # A killed process leaves files and folders that were not finished.
-            is_unfinished = any(
-                left_behind.is_unfinished(path, self.place / other) for other in _NAMES
-            )
+            is_unfinished = any(left_behind.is_unfinished(path, file) for file in written_whole)
             if path.is_symlink() or not (is_of_a_run or is_unfinished):
                 return name
         # Each entry may be a run's. What is inside, and which entries are missing, may show more.

@@ -386,7 +386,9 @@ class Sweep:
             # A database's driver raises errors of its own.
             except Exception as error:
                 why = first_line(error)
-        raise SourceError(f"{url} is no storage of sweeps", why)
+        # A password is not printed, as what is printed may be kept in a log.
+        shown = re.sub(r"(://[^/:]*:).*@", r"\1***@", url)
+        raise SourceError(f"{shown} is no storage of sweeps", why)
 
     def _storage(self, url: str) -> optuna.storages.RDBStorage:
         """Return Optuna's storage in a database.

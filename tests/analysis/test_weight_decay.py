@@ -149,6 +149,7 @@ def test_the_other_policies() -> None:
     model = skeleton("resnet18")
     assert role_counts(roles(model, "all"), decay=False) == Counter()
     assert decaying(roles(model, "weights-only")) == {"weight"}
+    assert decaying(roles(model, "weight")) == {"weight"}
     assert decaying(roles(model, ["weight", "gamma_last"])) == {"weight", "gamma_last"}
 
 
@@ -408,6 +409,8 @@ def test_what_has_one_number_for_each_channel_is_no_weight(sizes: list[int]) -> 
     [
         ({"policy": "kim"}, "kim2022"),
         ({"policy": ["weight", "gamma"]}, "gamma_last"),
+        ({"policy": "weight,bias"}, "gamma_last"),
+        ({"policy": ""}, "kim2022"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"weight_decay": float("nan")}, "weight_decay"),
         ({"layer_decay": 0.0}, "layer_decay"),

@@ -128,6 +128,52 @@ def test_values_that_are_stored_are_what_one_pass_computes(
         )
 
 
+class Branches(nn.Module):
+    """Calls its two layers in an order that does not change what it computes."""
+
+    def __init__(self, order: tuple[str, str]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        self.skip = nn.Linear(4, 3)
+        self.branch = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        called: dict[str, Tensor] = {}
+        for name in self.order:
+            given = x if name == "skip" else torch.relu(x)
+            called[name] = getattr(self, name)(given)
+        return called["skip"] + called["branch"]
+
+
+@pytest.mark.parametrize("large", [0, 2**20], ids=["in files", "in memory"])
+@pytest.mark.parametrize("order", [("skip", "branch"), ("branch", "skip")], ids=" ".join)
+def test_networks_may_call_their_layers_in_different_orders(
+    order: tuple[str, str], large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has dropped what the other is about to read, and begins again."""
+    monkeypatch.setattr(lockstep, "LARGE", large)
+    batches = [torch.randn(2, 4) for _ in range(2)]
+    steps = Lockstep([Branches(order).eval(), Branches((order[1], order[0])).eval()], batches)
+    calls = [
+        {node.target: node for node in each.nodes if node.op == "call_module"}
+        for each in steps.interpreters
+    ]
+
+    for name in (*order, *order):
+        wanted = batches if name == "skip" else [torch.relu(batch) for batch in batches]
+        nodes = [by_name[name] for by_name in calls]
+        found = [
+            [values[node.all_input_nodes[0].name] for node, values in zip(nodes, both, strict=True)]
+            for both in steps.run_to(nodes)
+        ]
+        assert all(
+            torch.equal(value, batch)
+            for both, batch in zip(found, wanted, strict=True)
+            for value in both
+        )
+
+
 def test_the_first_images_are_shown_in_a_mirror_left_for_right() -> None:
     """In whole batches, each behind its own."""
     batches = [torch.arange(24.0).view(2, 1, 3, 4), 100 + torch.arange(12.0).view(1, 1, 3, 4)]

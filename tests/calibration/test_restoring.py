@@ -137,6 +137,38 @@ def test_a_layer_that_is_called_twice_stays_as_it_is(times: tuple[int, int]) -> 
     ]
 
 
+class Ordered(nn.Module):
+    """Two convolutions, of which either may be called first."""
+
+    def __init__(self, skip_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.skip_first = skip_first
+        self.skip = nn.Conv2d(3, 4, 3)
+        self.branch = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.skip_first:
+            skip = self.skip(x)
+            return skip + self.branch(torch.relu(x))
+        branch = self.branch(torch.relu(x))
+        return self.skip(x) + branch
+
+
+@pytest.mark.parametrize("skip_first", [False, True])
+def test_a_reference_may_call_its_layers_in_another_order(skip_first: bool) -> None:
+    source, other = (Ordered(first).double().eval() for first in (skip_first, not skip_first))
+    batches = images()
+
+    done = recalibrate(pruned(other), batches, against=source, input_size=(3, 9, 9))
+
+    wanted = moments(source, batches)
+    got = moments(copy.deepcopy(done.model), batches)
+    for path, (mean, variance) in wanted.items():
+        assert torch.allclose(got[path][0], mean), path
+        assert torch.allclose(got[path][1], variance), path
+
+
 def test_a_channel_that_hardly_varies_stays_as_wide_as_it_is() -> None:
     """What is left of it is rounding, and ten million times as much would be noise."""
     source = network()

@@ -398,7 +398,7 @@ def test_bad_names(here: Path, fails: Run, words: str) -> None:
     assert all(word in said for word in BAD[words]), said
 
 
-@pytest.mark.parametrize("change", ["keys", "shape", "nan", "type", "argument"])
+@pytest.mark.parametrize("change", ["keys", "shape", "nan", "type", "value", "argument"])
 def test_bad_hugging_face_directories(here: Path, fails: Run, change: str) -> None:
     place = hugging_face(here / "hf")
     state = load_file(place / "model.safetensors")
@@ -418,6 +418,9 @@ def test_bad_hugging_face_directories(here: Path, fails: Run, change: str) -> No
     elif change == "type":
         config |= {"model_type": "resnett", "auto_map": {"AutoModel": "evil.Net"}}
         said = ["no model_type 'resnett'", "resnet"]
+    elif change == "value":
+        config |= {"layer_type": "wide"}
+        said = ["error: hf:hf cannot be built", "layer_type"]
     else:
         extra = ["--arch-arg", "depthz=3"]
         said = ["ResNetConfig has no argument depthz", "depths"]

@@ -221,7 +221,15 @@ def test_a_temporary_folder_of_a_killed_process_is_removed(
 
 
 @pytest.mark.parametrize(
-    "name", [".net.abcdefgh/notes.txt", ".net.abc/net.xml", ".net.abcdefghi/net.xml", ".nets/old"]
+    "name",
+    [
+        ".net.abcdefgh/notes.txt",
+        ".net.abcdefgh/net.xml",
+        ".net.abcdefgh/old",
+        ".net.abc/net.xml",
+        ".net.abcdefghi/net.xml",
+        ".nets/old",
+    ],
 )
 def test_somebody_elses_folder_is_no_left_one(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir()
@@ -232,16 +240,21 @@ def test_somebody_elses_folder_is_no_left_one(name: str, tmp_path: Path) -> None
     assert (tmp_path / name).read_text() == "somebody's"
 
 
-def test_a_folder_that_does_not_say_who_made_it_is_named_and_stays(tmp_path: Path) -> None:
-    (tmp_path / ".net.abcdefgh").mkdir()
-    (tmp_path / ".net.abcdefgh" / "net.xml").write_text("half")
-    (tmp_path / ".net.abcdefgh" / "thesis.tex").write_text("years")
+def test_a_folder_that_cannot_be_emptied_says_whose_it_is_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(tmp_path, "old")
+    assert killed_at(0, lambda: export(tmp_path, "new"))
+    with monkeypatch.context() as patched, notes():
+        patched.setattr(Path, "unlink", lambda _: os.listdir(tmp_path / "nowhere"))
+        left_behind.put_back(tmp_path / "net.xml", removes=True)
+    assert len(hidden(tmp_path)) == 1
 
-    with notes() as told:
+    with notes():
         left_behind.put_back(tmp_path / "net.xml", removes=True)
 
-    assert (tmp_path / ".net.abcdefgh" / "thesis.tex").read_text() == "years"
-    assert [".net.abcdefgh" in note for note in told] == [True]
+    assert hidden(tmp_path) == []
+    assert found(tmp_path) == old_files()
 
 
 @pytest.mark.parametrize("names", ['["..", "precious", "net.xml"]', '["a/b", 3, "net.xml"]', "{}"])

@@ -152,6 +152,7 @@ def _recipe(folder: Path) -> None:
 def _half_a_state(folder: Path) -> None:
     begun(folder)
     (folder / "state" / ".run.abcdefgh").mkdir()
+    (folder / "state" / ".run.abcdefgh" / ".normswap").write_text('["run.pt"]')
     (folder / "state" / ".run.abcdefgh" / "run.pt").write_bytes(b"half")
 
 
@@ -163,6 +164,7 @@ def _trackers(folder: Path) -> None:
 def _half_a_network(folder: Path) -> None:
     begun(folder)
     (folder / ".best.abcdefgh" / "best").mkdir(parents=True)
+    (folder / ".best.abcdefgh" / ".normswap").write_text('["best"]')
 
 
 def _networks(folder: Path) -> None:
@@ -249,6 +251,18 @@ def _own_hidden(folder: Path) -> None:
     (folder / ".best.abcdefgh" / "thesis.tex").write_text("years")
 
 
+def _own_hidden_best(folder: Path) -> None:
+    begun(folder)
+    (folder / ".best.abcdefgh" / "best").mkdir(parents=True)
+    (folder / ".best.abcdefgh" / "thesis.tex").write_text("years")
+
+
+def _hidden_trackers(folder: Path) -> None:
+    """A run writes trackers/ in its place, so it leaves no such folder."""
+    begun(folder)
+    (folder / ".trackers.abcdefgh").mkdir()
+
+
 def _link(folder: Path) -> None:
     begun(folder)
     (folder.parent / "elsewhere").mkdir()
@@ -278,6 +292,8 @@ def _best_is_a_file(folder: Path) -> None:
         _own_recipe,
         _own_state,
         _own_hidden,
+        _own_hidden_best,
+        _hidden_trackers,
         _link,
         _file,
         _best_is_a_file,

@@ -396,6 +396,16 @@ def test_another_sweep_needs_another_place(
     changed("summary", "other words")()
 
 
+@pytest.mark.parametrize("url", ["nonsense://me:pass:w@rd@host:port/x", "://me:passw@rd@host"])
+def test_the_password_of_a_storage_is_not_printed(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeps, "_ATTEMPTS", 1)
+    with pytest.raises(SourceError, match=r"://me:\*\*\*@host.* is no storage") as caught:
+        sweep(tmp_path / "s", url=url)
+    assert "rd" not in str(caught.value)
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_command, "trainer", lambda *given: score)
