@@ -462,15 +462,17 @@ class _Compared:
         The distances replace those in `changes`.
         """
         assert self.first is not None
-        other = running.with_other_values(self.first)
         reference = self.reference
-        # The forward is the user's, and may raise anything for other numbers. If it does, every
-        # output counts as one that depends on the input: its change is infinite.
         moved: Outputs = {}
-        with suppress(Exception):
-            answers = reference.signature.answers(reference.source, tuple(other.tensors()))
-            moved = reference.expected(answers)
-        if not moved:
+        for other in running.with_other_values(self.first):
+            # The forward is the user's, and may raise anything for other numbers.
+            with suppress(Exception):
+                answers = reference.signature.answers(reference.source, tuple(other.tensors()))
+                moved = reference.expected(answers)
+                break
+        # If it takes no others, and there are no samples to compare, every output counts as one
+        # that depends on the input: its change is infinite.
+        if not moved and self.distances.count == 1:
             self.changes = dict.fromkeys(self.changes, math.inf)
 
         for name, value in moved.items():

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from normswap.models.calling import is_record
+from normswap.models.calling import attributes, is_record
 
 Function: TypeAlias = Callable[..., object]
 Args: TypeAlias = tuple[object, ...]
@@ -177,7 +177,7 @@ def places(
         for position, entry in enumerate(value):
             yield from places(entry, (*keys, position))
     elif is_record(value) and len(keys) < _DEEPEST:
-        for name, entry in vars(value).items():
+        for name, entry in attributes(value).items():
             yield from places(entry, (*keys, Attribute(name)))
 
 

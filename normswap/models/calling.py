@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
+from types import NoneType
 from typing import Any, TypeAlias, get_origin, get_type_hints
 
 import torch
@@ -25,6 +27,12 @@ from normswap.errors import OptionError, TraceError
 # batches.
 Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"
 Inputs: TypeAlias = "Call | Sequence[Call] | None"
+_NUMBERS = bool | int | float | complex
+# What a forward may return beside its results: texts, kinds and the like.
+_WITHOUT_RESULTS = (
+    *(str, bytes, NoneType, Enum, type, range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 @dataclass(frozen=True)
@@ -537,7 +545,7 @@ def named_tensors(value: object, name: str = "", depth: int = 8) -> Iterator[tup
             yield from named_tensors(entry, dotted(name, str(key)), depth - 1)
 
 
-def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, float]]:
+def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, complex]]:
     """Yield every plain number in tuples, lists and dicts, with its name (as `named_tensors`).
 
     The attributes of other objects are not looked at, because they may hold numbers that the
@@ -548,7 +556,7 @@ def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tup
         name: The name of the value itself.
         depth: How many levels are looked into.
     """
-    if isinstance(value, bool | int | float):
+    if isinstance(value, _NUMBERS):
         yield name, value
     elif depth and isinstance(value, Mapping | tuple | list):
         for key, entry in _parts(value):
@@ -567,17 +575,72 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
     if isinstance(value, list | tuple):
         return enumerate(value)
     if is_record(value):
-        return vars(value).items()
+        return attributes(value).items()
     return ()
 
 
 def is_record(value: object) -> bool:
     """Return whether a value is an object that holds results in attributes, such as a dataclass.
 
-    Functions, and objects of torch, numpy and Python itself, are none.
+    A distribution of torch is one, too. Functions, and objects of numpy and Python itself, are
+    none.
     """
-    is_a_value = type(value).__module__.split(".")[0] in ("torch", "builtins", "types", "numpy")
-    return hasattr(value, "__dict__") and not callable(value) and not is_a_value
+    is_a_value = type(value).__module__.split(".")[0] in ("builtins", "numpy")
+    return not (is_a_value or callable(value)) and bool(attributes(value))
+
+
+def attributes(value: object) -> dict[str, object]:
+    """Return what an object holds in attributes, by name: in its `__dict__` and in its slots."""
+    found = dict(getattr(value, "__dict__", {}))
+    for name in _slots(type(value)):
+        # A slot to which nothing was assigned has no value.
+        with suppress(AttributeError):
+            found[name] = getattr(value, name)
+    return found
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """Yield the names of the slots of a class and its bases, as they are read from outside."""
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if not name.startswith("__"):
+                yield name
+            elif not name.endswith("__"):
+                # Python stores a private name under that of its class.
+                yield f"_{base.__name__.lstrip('_')}{name}"
+
+
+def unread(value: object, name: str = "", depth: int = 8) -> Iterator[str]:
+    """Yield the name of every value that may hold results and is not read.
+
+    `named_tensors` and `named_numbers` do not find it: it is an array of numpy, a set of tensors,
+    an object of an unknown kind, or nested too deeply.
+
+    Args:
+        value: What a forward returned, or a part of it.
+        name: The name of the value itself.
+        depth: How many levels are looked into.
+    """
+    if isinstance(value, Tensor | _NUMBERS) or _holds_no_results(value):
+        return
+    if depth and isinstance(value, Mapping | tuple | list):
+        for key, entry in _parts(value):
+            yield from unread(entry, dotted(name, str(key)), depth - 1)
+    elif depth and is_record(value):
+        # An object may hold anything beside its results, so only arrays count.
+        for key, entry in attributes(value).items():
+            if hasattr(entry, "__array__") and not isinstance(entry, Tensor):
+                yield dotted(name, key)
+    else:
+        yield name
+
+
+def _holds_no_results(value: object) -> bool:
+    """Return whether a value, such as a text or a function, is no result of a computation."""
+    if isinstance(value, set | frozenset):
+        return all(isinstance(entry, _NUMBERS) or _holds_no_results(entry) for entry in value)
+    return isinstance(value, _WITHOUT_RESULTS) or inspect.isroutine(value)
 
 
 def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any:
@@ -601,6 +664,8 @@ def changed(value: object, change: Callable[[Any], object], *kinds: type) -> Any
     # An object without tensors is not copied.
     if is_record(value) and next(named_tensors(value), None) is not None:
         record = copy.copy(value)
-        vars(record).update(changed(vars(value), change, *kinds))
+        for name, attribute in changed(attributes(value), change, *kinds).items():
+            # A frozen dataclass forbids its own assignment.
+            object.__setattr__(record, name, attribute)
         return record
     return value

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -241,11 +242,13 @@ def cost_of_half(
         seed: The seed of the changes in the last digit.
     """
     precision = error.precision
-    # Without a float64 copy, the half-precision outputs stand in for those in float64. Then `cost`
-    # is 0, and the distance comes from the inputs with other last digits.
+    # Without a float64 copy, or if the user's forward does not run in float64, the outputs in half
+    # precision stand in for those in float64. Then `cost` is 0, and the distance comes from the
+    # inputs with other last digits.
     double_outputs = outputs
     if has_double:
-        double_outputs = outputs_double(model, example.map_floats(Tensor.double))
+        with suppress(Exception):
+            double_outputs = outputs_double(model, example.map_floats(Tensor.double))
     double_outputs = {name: double_outputs[name] for name in outputs if name in double_outputs}
 
     # This distance is enough if the result's error is allowed with it, or can never be allowed.
@@ -262,13 +265,17 @@ def cost_of_half(
 
     costs: list[float] = []
     for _ in range(_MOVED):
-        others, _ = run(model, example.map_floats(moved))
-        others = {name: others[name] for name in outputs if name in others}
-        costs.append(apart(precision, example, double_outputs, others))
+        # The forward need not take such inputs either.
+        with suppress(Exception):
+            others, _ = run(model, example.map_floats(moved))
+            others = {name: others[name] for name in outputs if name in others}
+            costs.append(apart(precision, example, double_outputs, others))
+    if not costs:
+        return cost
 
     # With few numbers in the outputs, the distance scatters from run to run, so the largest one
     # counts. With many, the root mean square of the runs is steady.
     if sum(value.numel() for value in outputs.values()) < _FEW:
         return max(cost, *costs)
-    root_mean_square = math.sqrt(sum(other * other for other in costs) / _MOVED)
+    root_mean_square = math.sqrt(sum(other * other for other in costs) / len(costs))
     return max(cost, root_mean_square)

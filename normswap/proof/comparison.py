@@ -8,7 +8,7 @@ layer's class is neither torch's nor timm's, the same must hold at ten times the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -21,8 +21,8 @@ from normswap.graph.anatomy import Anatomy, Block
 from normswap.graph.recorder import Widening
 from normswap.graph.tracing import Traced, inputs as inputs_of
 from normswap.models.calling import Example
-from normswap.models.modes import full_precision
-from normswap.proof import allowance
+from normswap.models.modes import full_precision, hooked
+from normswap.proof import allowance, running
 from normswap.proof.distance import Error, Outputs, between, distance
 from normswap.proof.doubles import Precise
 from normswap.proof.running import Source, both, entrance, run, with_other_values
@@ -163,6 +163,7 @@ class _Comparison:
         has_same_types: Whether the result's outputs have the dtypes of the source's outputs.
         own_change: How far rounding alone moves the source's outputs, as a relative L2.
         excused: The errors in float32 that rounding may explain, if float64 was not tried.
+        unread: The names of values that the source returns and that no comparison reads.
     """
 
     source: Source
@@ -181,6 +182,7 @@ class _Comparison:
     has_same_types: bool = True
     own_change: float = 0.0
     excused: list[Error] = field(default_factory=list)
+    unread: dict[str, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # The source's own precision, such as "float32", and the error in float64 if there is one.
@@ -213,7 +215,8 @@ class _Comparison:
         network = self.source.module
         paths = [block.path for block in self.blocks]
         tails = [block.tail for block in self.blocks if block.tail]
-        pair = both(network, self.result, example, paths, tails, first)
+        with hooked([network.register_forward_hook(self._note_unread)]):
+            pair = both(network, self.result, example, paths, tails, first)
         if pair is None:
             # The source does not take images of this size.
             return
@@ -231,6 +234,10 @@ class _Comparison:
                     self.sites.append(self._error_at(path, example, values, other_values))
             self.remarks += _remarks(outputs, values, self.blocks)
             self._judge_inside(example, outputs, others)
+
+    def _note_unread(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Note what of the source's output no comparison reads, after its forward."""
+        self.unread.update(dict.fromkeys(running.unread(output)))
 
     def _add_outputs(self, example: Example, outputs: Outputs, others: Outputs) -> None:
         """Measure the error at the outputs of one call, and how much of it rounding explains.
@@ -344,7 +351,7 @@ class _Comparison:
         # NaN.
         own_change = self._change_by_last_digit(example, outputs)
         if not error.relative_l2 <= allowance.STRAYING * own_change:
-            by_weights = self._outputs_with_changed_weights(example)
+            by_weights = self._outputs_with_changed_weights(example, outputs)
             weight_change = allowance.apart(self.precision, example, outputs, by_weights)
             own_change = max(own_change, weight_change)
 
@@ -413,19 +420,34 @@ class _Comparison:
             example: The call.
             outputs: The source's outputs by name.
         """
-        again = self._outputs_with_changed_input(example)
+        again = self._outputs_with_changed_input(example, outputs)
         return allowance.apart(self.precision, example, outputs, again)
 
-    def _outputs_with_changed_input(self, example: Example) -> Outputs:
-        """Return the source's outputs for a call after its input is changed in the last digit."""
-        outputs, _ = run(self.source.module, allowance.in_the_last_digit(example))
-        return outputs
+    def _outputs_with_changed_input(self, example: Example, outputs: Outputs) -> Outputs:
+        """Return the source's outputs for a call after its input is changed in the last digit.
 
-    def _outputs_with_changed_weights(self, example: Example) -> Outputs:
-        """Return the outputs of the source with weights that differ in the last digit."""
+        They are `outputs`, those for the call itself, if the source takes no such input: then it is
+        not known that rounding moves them.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
+        """
+        ran = _run_if_it_can(self.source.module, allowance.in_the_last_digit(example))
+        return outputs if ran is None else ran[0]
+
+    def _outputs_with_changed_weights(self, example: Example, outputs: Outputs) -> Outputs:
+        """Return the outputs of the source with weights that differ in the last digit.
+
+        They are `outputs`, those of the source itself, if it does not run with such weights.
+
+        Args:
+            example: The call.
+            outputs: The source's outputs by name.
+        """
         changed = allowance.with_other_digits(self.source.module, self.source.coarsest_dtype)
-        outputs, _ = run(changed, example)
-        return outputs
+        ran = _run_if_it_can(changed, example)
+        return outputs if ran is None else ran[0]
 
     @property
     def _compares_heads(self) -> bool:
@@ -542,19 +564,21 @@ class _Comparison:
         # First the samples of the batch are compared: an output moves if its rows differ from its
         # first row.
         least = self._least_visible()
-        moving: set[str] = set()
-        for name, value in numbers.items():
-            has_rows = value.ndim and len(value) == example.count > 1
-            if has_rows and distance(value, value[:1].expand_as(value)).relative_l2 > least:
-                moving.add(name)
+        first_rows = _of_first_sample(numbers, example.count)
+        moving = {
+            name
+            for name, first_row in first_rows.items()
+            if distance(numbers[name], first_row).relative_l2 > least
+        }
         if len(moving) == len(numbers):
             return moving
 
         # The other outputs are compared with those for an input of other values.
-        ran = _run_if_it_can(self.source.module, with_other_values(example))
+        ran = _run_on_other_values(self.source.module, example)
         if ran is None:
-            # The network takes no other values, so it cannot be seen which outputs move. All count.
-            return set(numbers)
+            # The network takes no other values. An output without rows to compare counts as one
+            # that moves, as nothing shows that it does not.
+            return moving | (numbers.keys() - first_rows.keys())
         moved, _ = ran
         for name, value in numbers.items():
             if name in moved and distance(value, moved[name]).relative_l2 > least:
@@ -614,11 +638,11 @@ class _Comparison:
         entrances = last_layers if has_constant else []
 
         # The values inside of the source, of the result, and of the source on another input. If the
-        # source does not run on another input, every value counts as one that moves.
+        # source takes no other input, the samples of a value are compared with its first one.
         _, values = run(network, example, paths, entrances=entrances)
         _, others = run(self.result, example, paths, entrances=entrances)
-        ran = _run_if_it_can(network, with_other_values(example), paths, entrances=entrances)
-        moved: Outputs = {} if ran is None else ran[1]
+        ran = _run_on_other_values(network, example, paths, entrances=entrances)
+        moved = _of_first_sample(values, example.count) if ran is None else ran[1]
 
         errors: list[Error] = []
         for site in [*paths, *map(entrance, entrances)]:
@@ -723,7 +747,10 @@ class _Comparison:
         by_double = bool(rounded)
         if not by_double:
             moved = allowance.in_other_digits(module, example, self.source.coarsest_dtype)
-            rounded += [inside(network, call) for network, call in moved]
+            for network, call in moved:
+                # Nor need it take inputs or weights with other digits.
+                with suppress(Exception):
+                    rounded.append(inside(network, call))
         return values, rounded, by_double
 
     @property
@@ -754,8 +781,8 @@ class _Comparison:
         # Where no label differs, the source need not run again.
         allowed = dict.fromkeys(errors, 0.0)
         if any(error.relative_l2 for error in errors.values()):
-            by_input = self._outputs_with_changed_input(example)
-            by_weights = self._outputs_with_changed_weights(example)
+            by_input = self._outputs_with_changed_input(example, outputs)
+            by_weights = self._outputs_with_changed_weights(example, outputs)
             for name in errors:
                 input_change = distance(outputs[name], by_input[name]).relative_l2
                 weight_change = distance(outputs[name], by_weights[name]).relative_l2
@@ -790,8 +817,8 @@ class _Comparison:
         allowed = dict.fromkeys(errors, base)
         if any(error.relative_l2 > base for error in errors.values()):
             for moved_outputs in (
-                self._outputs_with_changed_input(example),
-                self._outputs_with_changed_weights(example),
+                self._outputs_with_changed_input(example, outputs),
+                self._outputs_with_changed_weights(example, outputs),
             ):
                 moved = _small_parts(outputs, moved_outputs)
                 for site in errors.keys() & moved.keys():
@@ -898,12 +925,16 @@ class _Comparison:
             measured.append(JudgedError(error, most, shows_errors, doubt))
         judgement = judge([*measured, *self.inside], self.blind)
 
-        # What passes so far may still fail by its dtypes.
+        # What passes so far proves nothing if the source returns more than was compared.
+        if judgement.passed and self.unread:
+            return Judgement(False, _unread(self.unread))
+
+        # It may also fail by its dtypes.
         if judgement.passed and not self.has_same_types:
             self.remarks.append("the outputs have other dtypes than the source's")
             return Judgement(False)
 
-        # It may also fail at ten times the input's scale. Layers of known classes need no such run.
+        # Or at ten times the input's scale. Layers of known classes need no such run.
         # Without a recorded graph the classes are not known.
         may_be_foreign = self.anatomy is None or _has_foreign_layers(self.anatomy)
         if judgement.passed and may_be_foreign:
@@ -921,6 +952,8 @@ class _Comparison:
         """
         if not all(math.isfinite(error.relative_l2) for error in self.outputs):
             return Judgement(False)
+        if self.unread:
+            self.remarks.append(_unread(self.unread).why)
         if not self.shows_errors and not self.sites:
             return Judgement(False, self.blind)
         return Judgement(True)
@@ -944,16 +977,22 @@ class _Comparison:
     def _error_of_larger(self, allowed: float) -> Error | None:
         """Return the error on ten times the first image if it is too large, or else None.
 
-        The result is also None if the source does not run on that image, or gives NaN or infinite
-        numbers.
+        Where the source takes no single image, it is measured on ten times the whole batch. The
+        result is also None if the source runs on neither, which a remark says, or gives NaN or
+        infinite numbers.
 
         Args:
             allowed: The largest relative L2 error that passes.
         """
         network = self.source.module
-        larger = self.source.calls[0].first(1).map_floats(lambda tensor: _LARGER * tensor)
-        ran = _run_if_it_can(network, larger)
+        batch = self.source.calls[0]
+        for call in (batch.first(1), batch):
+            larger = call.map_floats(lambda tensor: _LARGER * tensor)
+            ran = _run_if_it_can(network, larger)
+            if ran is not None:
+                break
         if ran is None:
+            self.remarks.append(f"not compared at {_LARGER} times the input: it does not run there")
             return None
         outputs, _ = ran
         if not all(bool(torch.isfinite(value).all()) for value in outputs.values()):
@@ -975,6 +1014,19 @@ class _Comparison:
         allowed = allowance.of_outputs("float64", again.own_change).most
         is_right_in_float64 = again.error.relative_l2 <= allowed
         return None if is_right_in_float64 else error
+
+
+def _unread(names: Iterable[str]) -> Reason:
+    """Return why nothing is proved where a network returns values that no comparison reads.
+
+    Args:
+        names: Their names in the output. The empty name is the output itself.
+    """
+    listed = ", ".join(name or "its output" for name in names)
+    return Reason(
+        f"no comparison reads what the network returns as {listed}",
+        "Compare networks whose forward returns tensors, in tuples, dicts or objects",
+    )
 
 
 def _run_if_it_can(
@@ -1000,6 +1052,45 @@ def _run_if_it_can(
         return run(model, example, paths, entrances=entrances)
     except Exception:
         return None
+
+
+def _of_first_sample(values: Outputs, count: int) -> Outputs:
+    """Return the values as they would be if each sample had those of the first one.
+
+    Args:
+        values: The values by name. Those without a row for each sample are left out.
+        count: The number of samples. If it is 1, there is nothing to compare.
+    """
+    return {
+        name: value[:1].expand_as(value)
+        for name, value in values.items()
+        if value.ndim and len(value) == count > 1
+    }
+
+
+def _run_on_other_values(
+    model: nn.Module,
+    example: Example,
+    paths: Sequence[str] = (),
+    *,
+    entrances: Sequence[str] = (),
+) -> tuple[Outputs, Outputs] | None:
+    """Run a network on a call whose values are changed, as far as it takes such values.
+
+    Args:
+        model: The network.
+        example: The call.
+        paths: The modules whose outputs are returned, too.
+        entrances: The modules whose inputs are returned, too.
+
+    Returns:
+        The outputs by name and the values inside by path. None if it takes no other values.
+    """
+    for other in with_other_values(example):
+        ran = _run_if_it_can(model, other, paths, entrances=entrances)
+        if ran is not None:
+            return ran
+    return None
 
 
 def _proved_inside(errors: Sequence[Error], blocks: Sequence[str], *, are_labels: bool) -> str:

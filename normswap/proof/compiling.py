@@ -8,13 +8,14 @@ larger error that is still within the eight times is "not proved": rounding may 
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from normswap.copying import duplicate, to_double
-from normswap.errors import VerificationError, first_line
+from normswap.errors import VerificationError, explained, first_line
 from normswap.graph.recorder import Widening
 from normswap.layers.seeding import seeded
 from normswap.models.calling import Example, named_tensors
@@ -89,28 +90,26 @@ def compare_compiled(network: Source, example: Example) -> list[Deviation]:
     Raises:
         VerificationError: torch.compile does not work on the network.
     """
-    # Eager mode. A network whose outputs have no gradient raises RuntimeError.
+    # Eager mode.
     eager = duplicate(network.module, {})
     compiled = duplicate(network.module, {})
     outputs, _ = running.run(eager, example)
-    try:
+    with explained(VerificationError, "the network does not train, so no gradients are compared"):
         gradients = _gradients(eager, example)
-    except RuntimeError:
-        gradients = {}
 
     compiled_outputs, compiled_gradients = _run_compiled(
         compiled, example, has_gradients=bool(gradients)
     )
 
-    # The distance of eager mode from float64 tells how much rounding explains. Without float64 that
-    # distance is 0.
+    # The distance of eager mode from float64 tells how much rounding explains. Without float64, or
+    # if the user's forward does not run in it, that distance is 0.
     double_outputs = outputs
     double_gradients = gradients
     if network.has_double:
         double_example = example.map_floats(Tensor.double)
-        double_outputs = running.outputs_double(network.module, double_example)
-        # In this context, tensors that a forward makes in float32 are made in float64.
-        with Widening():
+        # In the context `Widening`, tensors that a forward makes in float32 are made in float64.
+        with suppress(Exception), Widening():
+            double_outputs = running.outputs_double(network.module, double_example)
             if gradients:
                 double_gradients = _gradients(to_double(network.module), double_example)
 
@@ -231,12 +230,11 @@ def first_compiled_layer_apart(
 def _gradients(model: nn.Module, example: Example) -> Outputs:
     """Return the parameters' gradients after one backward pass in training mode, by name.
 
+    There are none if no output has a gradient.
+
     Args:
         model: A copy of the network, which is left in training mode with its gradients.
         example: The call.
-
-    Raises:
-        RuntimeError: No output has a gradient.
     """
     model.train()
     generator = torch.Generator().manual_seed(0)
@@ -245,7 +243,14 @@ def _gradients(model: nn.Module, example: Example) -> Outputs:
         seeded(*{parameter.device for parameter in nn.Module.parameters(model)}),
     ):
         returned = example.call_on_copies(model)
-        outputs = [output for _, output in named_tensors(returned) if output.is_floating_point()]
+        outputs = [
+            output
+            for _, output in named_tensors(returned)
+            if output.is_floating_point() and output.requires_grad
+        ]
+        if not outputs:
+            return {}
+
         # The loss is a fixed random combination of all numbers of the outputs.
         factors = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
         pairs = zip(outputs, factors, strict=True)

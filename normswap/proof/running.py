@@ -112,19 +112,23 @@ def run(
     return outputs_of(output), values
 
 
-def with_other_values(example: Example) -> Example:
-    """Return the example with every tensor mirrored along its last axis.
+def with_other_values(example: Example) -> Iterator[Example]:
+    """Yield the example with other values, the most different ones first.
 
-    Floating-point values are also multiplied by 0.7. A tensor without axes is left as it is.
+    At first every tensor is mirrored along its last axis, and floating-point values are multiplied
+    by 0.7. A network may take no mirrored indices or boxes, so then floating-point values alone
+    are changed, and at last they are only made smaller.
     """
 
-    def change(tensor: Tensor) -> Tensor:
-        if not tensor.ndim:
-            return tensor
-        mirrored = tensor.flip(-1)
-        return 0.7 * mirrored if tensor.is_floating_point() else mirrored
+    def mirrored(tensor: Tensor) -> Tensor:
+        return tensor.flip(-1) if tensor.ndim else tensor
 
-    return example.map(change)
+    def smaller(tensor: Tensor) -> Tensor:
+        return 0.7 * tensor if tensor.ndim else tensor
+
+    yield example.map(mirrored).map_floats(smaller)
+    yield example.map_floats(lambda tensor: smaller(mirrored(tensor)))
+    yield example.map_floats(smaller)
 
 
 def entrance(path: str) -> str:
@@ -152,11 +156,20 @@ def outputs_of(output: object) -> Outputs:
     for name, tensor in named_tensors(output, depth=_LEVELS):
         put(name, dense(tensor))
     for name, number in calling.named_numbers(output, depth=_LEVELS):
-        # A float of Python has 64 bits, and keeps all of them. Of ints and bools torch chooses the
-        # dtype.
-        exact = torch.float64 if isinstance(number, float) else None
+        # The numbers of Python have 64 bits, and keep all of them. Of ints and bools torch chooses
+        # the dtype.
+        exact = {float: torch.float64, complex: torch.complex128}.get(type(number))
         put(name, torch.tensor(number, dtype=exact))
     return outputs
+
+
+def unread(output: object) -> list[str]:
+    """Return the names of the values in an output that may be results and that are not compared.
+
+    Args:
+        output: What the network's forward returns.
+    """
+    return list(calling.unread(output, depth=_LEVELS))
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -264,10 +264,10 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     scale, shift = read_map(module)
 
     # t / s must stay below the largest number of `dtype`, and |s| above the smallest, each with a
-    # margin of 1024.
-    limit = torch.finfo(dtype).max / 1024
-    is_tiny = scale.abs() < torch.finfo(dtype).tiny * 1024
-    overflows = shift.abs() > scale.abs() * limit
+    # margin. float16, whose numbers end at 65504 and 6e-5, has no room for a wide one.
+    margin = 4 if dtype == torch.float16 else 1024
+    is_tiny = scale.abs() < torch.finfo(dtype).tiny * margin
+    overflows = shift.abs() > scale.abs() * (torch.finfo(dtype).max / margin)
     # A dead channel is the constant t, whatever x is.
     dead = is_tiny | overflows
 

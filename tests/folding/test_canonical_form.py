@@ -19,9 +19,11 @@ from support.sampled_tables import sampled
 from support.tiny_modules import C, bn, conv, net
 from torch import Tensor, nn
 
+import normswap
 from normswap.errors import RefusedError
 from normswap.folding.overwriting import overwrites
 from normswap.graph import inspection
+from normswap.layers.channelwise import ChannelBias
 from normswap.layers.scalars import Scale
 from normswap.plan import Plan
 from normswap.surgery import applying
@@ -333,3 +335,31 @@ def test_gradients_train_and_weights_stay_put() -> None:
         parameter.grad is not None and bool(parameter.grad.any())
         for parameter in result.parameters()
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_channel_of_a_small_scale_stays_alive(dtype: torch.dtype) -> None:
+    """Scales of 1 to 2^-7 stay behind a pooling as a shift; none is taken for a constant."""
+    torch.manual_seed(0)
+    behind = nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)
+    source = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.BatchNorm2d(8), nn.ReLU(), *behind
+    ).eval()
+    scales = 2.0 ** -torch.arange(8)
+    with torch.no_grad():
+        # The map before the norm is larger where the norm's scale is smaller.
+        source[0].weight /= scales.view(-1, 1, 1, 1)
+        source[2].running_var[:] = scales**-2
+        source[2].bias[:] = 0.5
+    source = source.to(dtype)
+    images = torch.randn(2, 3, 12, 12).to(dtype)
+    reference = source.double()(images.double())
+    source = source.to(dtype)
+
+    result = normswap.convert(source, "folded", inputs=images).model
+
+    norm = result.get_submodule("2")
+    assert isinstance(norm, ChannelBias)
+    assert norm.sign is None, "no sign is 0"
+    eps = torch.finfo(dtype).eps
+    assert (result(images).double() - reference).norm() <= 4 * eps * reference.norm()

@@ -1,5 +1,6 @@
 """What once was PROVED though it was wrong, or WRONG though it was right: one test a kind."""
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import normswap
+from normswap.errors import WrongResultError
 from normswap.exporting import checks
 from normswap.exporting.checks import Batch, Figures, Inside, Reference
 from normswap.exporting.signature import Signature
@@ -133,6 +135,85 @@ class ConstantHead(nn.Module):
 
 
 IMAGES = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+class InOrder(nn.Module):
+    """It takes images and their places in order, and gives a constant: its ReLUs are dead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, places: Tensor, scale: Tensor) -> Tensor:
+        if bool((places.diff() < 0).any()) or not bool((scale == 1).all()):
+            raise ValueError("these images are not in order")
+        return (self.bn(self.conv(x)) - 1e4).relu().mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("has_scale", [False, True])
+def test_a_constant_is_none_the_better_for_a_network_that_takes_no_other_input(
+    has_scale: bool,
+) -> None:
+    """Without the scale, it takes other images in the same order; with it, nothing else at all."""
+    source = InOrder().eval()
+    wrong = copy.deepcopy(source)
+    scale = torch.ones(2, dtype=torch.float32 if has_scale else torch.int64)
+    inputs = (IMAGES, torch.arange(2), scale)
+    assert normswap.verify(source, copy.deepcopy(source), inputs).verdict == "PROVED"
+    nn.init.constant_(wrong.bn.weight, 3.0)
+    assert normswap.verify(source, wrong, inputs).verdict != "PROVED"
+
+
+class NoDouble(nn.Module):
+    """It refuses float64, as a kernel that somebody wrote for float32 and half precision does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.bn = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("the kernel has no float64")
+        answer: Tensor = self.bn(self.conv(x))
+        return answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_forward_without_float64_is_proved_in_its_own_precision(dtype: torch.dtype) -> None:
+    source = NoDouble().eval().to(dtype)
+    conversion = normswap.convert(source, "folded", inputs=IMAGES.to(dtype))
+    assert conversion.report.verdict == "PROVED"
+
+
+@normswap.register_norm
+class Clamped(nn.BatchNorm2d):
+    """It clamps what it returns, which noise and images never reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-8, 8)
+
+
+class OfAFixedBatch(nn.Module):
+    """It takes batches of `count` images only."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), Clamped(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != self.count:
+            raise ValueError(f"{len(x)} images")
+        answer: Tensor = self.body(x).mean((2, 3))
+        return answer
+
+
+def test_a_network_of_a_fixed_batch_is_compared_at_a_larger_scale_too() -> None:
+    source = OfAFixedBatch(2).eval()
+    with pytest.raises(WrongResultError):
+        normswap.convert(source, "folded", inputs=IMAGES)
 
 
 def test_every_call_of_a_layer_that_runs_twice_is_compared() -> None:

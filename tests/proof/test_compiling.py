@@ -62,6 +62,32 @@ def test_what_departs_is_named() -> None:
     assert departed(gradient=0.01) == ["gradient of 0.weight"]
 
 
+class Overwrites(nn.Linear):
+    """Its backward fails: what it needs has been overwritten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = super().forward(x).sigmoid()
+        square = half * half
+        half.mul_(0.5)
+        return square
+
+
+class Labels(nn.Linear):
+    """Its output has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.usefixtures("quick")
+def test_gradients_are_left_out_where_there_are_none_and_nowhere_else() -> None:
+    rows = torch.randn(2, 8)
+    labels = compiling.compare_compiled(Network(Labels(8, 8), rows), Example((rows,)))
+    assert [deviation.what for deviation in labels] == ["output"]
+    with pytest.raises(VerificationError, match="does not train, so no gradients"):
+        compiling.compare_compiled(Network(Overwrites(8, 8), rows), Example((rows,)))
+
+
 class Enlarges(nn.Module):
     """It enlarges rounding, so that eager mode itself is far from float64."""
 

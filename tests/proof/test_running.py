@@ -23,16 +23,24 @@ def test_heads_of_training_run_where_they_are_asked_for() -> None:
 
 
 def test_other_values_are_the_mirror_image_at_seven_tenths() -> None:
-    """A value of 0 stays finite. Labels stay labels."""
+    """A value of 0 stays finite. Labels stay labels, and are at last left as they are."""
     images = torch.tensor([[0.0, 1.0, -2.0]])
     labels = torch.tensor([[3, 0, 5]])
     number = torch.tensor(2.5)
 
-    other = running.with_other_values(Example((images, labels), {"number": number}))
+    others = [
+        other.tensors()
+        for other in running.with_other_values(Example((images, labels), {"number": number}))
+    ]
 
-    assert torch.allclose(other.tensors()[0], torch.tensor([[-1.4, 0.7, 0.0]]))
-    assert other.tensors()[1].tolist() == [[5, 0, 3]]
-    assert other.tensors()[2].equal(number)
+    assert torch.allclose(others[0][0], torch.tensor([[-1.4, 0.7, 0.0]]))
+    assert others[0][1].tolist() == [[5, 0, 3]]
+    assert torch.allclose(others[1][0], torch.tensor([[-1.4, 0.7, 0.0]]))
+    assert torch.allclose(others[2][0], torch.tensor([[0.0, 0.7, -1.4]]))
+    for other in others[1:]:
+        assert other[1].equal(labels)
+    for other in others:
+        assert other[2].equal(number)
 
 
 class Fails(nn.Linear):
