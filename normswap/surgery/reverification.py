@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from normswap import provenance, schemes
+from normswap.copying import tree
 from normswap.errors import NormswapError, SourceError, spelled
 from normswap.graph import recording
 from normswap.images.accuracy import agreement, classify
@@ -146,8 +147,9 @@ def decided_by_plan(
 def _is_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
     """Whether a result has the layers and, to the bit, the tensors that its plan makes of a source.
 
-    Layers are compared by their `repr`, which shows settings such as eps. The answer is no if
-    values were fitted to images, which no plan records, or if the plan does not fit the source.
+    Layers are compared by their `repr`, which shows settings such as eps, and by the numbers and
+    tensors among their attributes. The answer is no if values were fitted to images, which no plan
+    records, or if the plan does not fit the source.
 
     Args:
         source: The source.
@@ -158,14 +160,40 @@ def _is_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
     except NormswapError:
         return False
 
-    # A hook may change what a layer computes, and no plan makes hooks.
-    if repr(planned) != repr(result) or any(map(_has_hooks, nn.Module.modules(result))):
+    if repr(planned) != repr(result) or any(map(_is_patched, nn.Module.modules(result))):
         return False
-    expected = planned.state_dict()
-    actual = result.state_dict()
-    if expected.keys() != actual.keys():
+    # A state dict has extra state, and the modules have what no state dict holds, such as buffers
+    # that are not persistent.
+    pairs = [(planned.state_dict(), result.state_dict())]
+    expected_modules = tree(planned)
+    actual_modules = tree(result)
+    if expected_modules.keys() != actual_modules.keys():
         return False
-    return all(_is_same(value, actual[name]) for name, value in expected.items())
+    pairs += [
+        (_numbers_of(module), _numbers_of(actual_modules[path]))
+        for path, module in expected_modules.items()
+    ]
+    return all(
+        expected.keys() == actual.keys()
+        and all(_is_same(value, actual[name]) for name, value in expected.items())
+        for expected, actual in pairs
+    )
+
+
+def _numbers_of(module: nn.Module) -> dict[str, object]:
+    """Return the buffers of a module, and its attributes that are numbers or tensors, by name.
+
+    Whether the module is in training mode is left out.
+    """
+    attributes = {name: value for name, value in vars(module).items() if name != "training"}
+    return {**module._buffers, **dict(filter(_is_computed_with, attributes.items()))}
+
+
+def _is_computed_with(attribute: tuple[str, object]) -> bool:
+    """Whether the value of an attribute (name, value) is a number, a tensor or a list of them."""
+    _, value = attribute
+    entries = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(entry, Tensor | bool | int | float | complex) for entry in entries)
 
 
 def _is_same(expected: object, actual: object) -> bool:
@@ -173,6 +201,8 @@ def _is_same(expected: object, actual: object) -> bool:
 
     Extra state may be any object. If two cannot be compared, they do not count as the same.
     """
+    if isinstance(expected, list | tuple) and isinstance(actual, list | tuple):
+        return len(expected) == len(actual) and all(map(_is_same, expected, actual))
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
         return torch.equal(expected, actual.to(expected.device))
     try:
@@ -182,9 +212,13 @@ def _is_same(expected: object, actual: object) -> bool:
         return False
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks that run before or after its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _is_patched(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own, or hooks that run before or after its forward.
+
+    Either may change what a layer computes, and no plan makes them.
+    """
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    return has_hooks or "forward" in vars(module)
 
 
 def first_converted_layer_apart(

@@ -1,7 +1,9 @@
 """A converted network that was saved is proved again where rounding alone explains what is seen."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from support.lived_in_networks import lived_in
 from torch import Tensor, nn
@@ -95,6 +97,57 @@ def test_rounding_excuses_no_hook_however_little_it_changes() -> None:
     assert reverification.again(source, result).verdict != "PROVED"
 
 
+def _with_a_forward(layer: nn.Module) -> None:
+    forward = layer.forward
+    layer.forward = lambda x: (1 + 3e-7) * forward(x)
+
+
+def _with_another_gain(layer: nn.Module) -> None:
+    layer.gain = layer.gain * (1 + 3e-7)
+
+
+def _with_other_gains(layer: nn.Module) -> None:
+    layer.gains = [layer.gains[0], layer.gains[1] * (1 + 3e-7)]
+
+
+def _with_another_buffer(layer: nn.Module) -> None:
+    layer.unsaved.mul_(1 + 3e-7)
+
+
+class Gains(nn.Conv2d):
+    """It multiplies by numbers that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4, 1)
+        self.gain = 1.5
+        self.gains = [torch.tensor(0.7), torch.tensor(1.2)]
+        self.register_buffer("unsaved", torch.tensor(1.1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.gains
+        return super().forward(x) * self.gain * first * second * self.unsaved
+
+
+@pytest.mark.parametrize(
+    "change", [_with_a_forward, _with_another_gain, _with_other_gains, _with_another_buffer]
+)
+def test_rounding_excuses_nothing_that_no_state_dict_holds(
+    change: Callable[[nn.Module], None],
+) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(4, 3, 12, 12)
+    source = Amplifying()
+    source.body[2] = Gains()
+    source = lived_in(source, images.double()).float()
+    result = normswap.convert(source, "folded", inputs=images).model
+    record = Network(source, images)
+    assert reverification.again(record, result).verdict == "PROVED"
+
+    change(result.body[2])
+
+    assert reverification.again(record, result).verdict != "PROVED"
+
+
 class Choosing(nn.Module):
     """Returns the features in the order of scores, some of which are equal but for rounding."""
 
@@ -104,7 +157,7 @@ class Choosing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x)
-        order = (300 * y[:, 1].flatten(1)).sin().argsort(1)
+        order = (30_000 * y[:, 1].flatten(1)).sin().argsort(1)
         return y.flatten(2).gather(2, order[:, None].expand(-1, 8, -1))
 
 
