@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -349,15 +349,17 @@ class _CastsWhileRunning:
             if tensor is not None and tensor.is_floating_point()
         }
 
-        # The module gets its own tensors back after its forward. A parameter stays the same object
-        # with other data, so it is its data (`tensor.data`) that is kept.
-        self.own_tensors[module] = {name: tensor.data for name, tensor in floats.items()}
+        # The module gets these very objects back after its forward, so that tied tensors stay tied
+        # and what waits for a parameter's gradient (DistributedDataParallel) goes on waiting.
+        self.own_tensors[module] = floats
         # Tensors that `_build` has made come first, as they are made for this one run. Then come
         # those that the caller gave (`tensors`). All others are cast.
         for name, tensor in floats.items():
             double_tensor = self.built.pop(id(tensor), self.tensors.get(id(tensor)))
             if double_tensor is None:
                 double_tensor = tensor.data.double()
+            if name in module._parameters:
+                double_tensor = nn.Parameter(double_tensor, requires_grad=False)
             _put(module, name, double_tensor)
 
     @_outside_function_modes
@@ -476,17 +478,12 @@ def _is_near(value: Tensor, other: Tensor) -> bool:
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Give a module other values for a parameter or buffer, in place.
-
-    A parameter stays the same object, with other data. A buffer is replaced by the tensor.
+    """Put a tensor in the place of a parameter or buffer of a module.
 
     Args:
         module: The module that owns the tensor.
         name: The name of a parameter or buffer of the module.
-        tensor: The new values.
+        tensor: The tensor that takes its place.
     """
-    parameter = module._parameters.get(name)
-    if parameter is not None:
-        parameter.data = tensor
-    else:
-        module._buffers[name] = tensor
+    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    table[name] = tensor

@@ -1,5 +1,6 @@
 """How a network is run for a comparison: what comes out, and what is left behind."""
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -79,3 +80,22 @@ def test_a_run_in_float64_that_fails_leaves_every_tensor_as_it_was(
         before, torch.float32
     )
     assert all(value.equal(before[name]) for name, value in after.items())
+
+
+def test_a_run_in_float64_leaves_every_tensor_and_what_waits_for_its_gradient() -> None:
+    """DistributedDataParallel waits at the node that adds up a parameter's gradient."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    images = torch.randn(2, 3, 8, 8)
+    before = [*model.parameters(), *model.buffers()]
+    came: set[str] = set()
+    nodes = []
+    for name, parameter in model.named_parameters():
+        [(node, _)] = parameter.expand_as(parameter).grad_fn.next_functions
+        node.register_hook(lambda *_, name=name: came.add(name))
+        nodes.append(node)
+
+    assert running.by_parts(model, Example((images.double(),))) is not None
+    model(images).sum().backward()
+
+    assert all(map(operator.is_, [*model.parameters(), *model.buffers()], before))
+    assert came == dict(model.named_parameters()).keys()
