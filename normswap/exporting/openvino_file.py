@@ -10,9 +10,13 @@ doubles the errors of some networks.
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,8 +30,37 @@ from normswap.exporting.settings import SAFE_BITS, Quantization
 if TYPE_CHECKING:
     import openvino as ov
 
+# The package by which OpenVINO and NNCF tell Intel that they are used, and what is converted.
+_TELEMETRY = "openvino_telemetry"
 # Nodes of a graph that compute nothing.
 _ENDS = ("Constant", "Parameter", "Result")
+
+
+@contextmanager
+def _unreported() -> Iterator[None]:
+    """In a `with` block, keep OpenVINO and NNCF from sending reports of their use.
+
+    They send some when they are imported and when they convert, unless the package for it cannot be
+    imported. If the caller has imported OpenVINO before, it goes on as it is.
+    """
+    modules: dict[str, Any] = sys.modules
+    has_own = _TELEMETRY in modules
+    own = modules.get(_TELEMETRY)
+    # An import of a module that is None in `sys.modules` fails.
+    modules[_TELEMETRY] = None
+    try:
+        yield
+    finally:
+        del modules[_TELEMETRY]
+        if has_own:
+            modules[_TELEMETRY] = own
+
+
+def _openvino() -> ModuleType:
+    """Return the package openvino, which sends nothing if this is what imports it."""
+    with _unreported():
+        import openvino
+    return openvino
 
 
 def write(contents: FileContents, file: Path) -> None:
@@ -50,14 +83,16 @@ def _model(contents: FileContents, parent: Path) -> ov.Model:
         parent: The folder in which a temporary folder for the ONNX file is made.
     """
     import onnx
-    import openvino as ov
 
+    openvino = _openvino()
     # `parent` is the temporary folder of `atomic_write`, and the new folder is made inside of
     # it. If the process is killed, the next export tells the user which folder to remove.
     with tempfile.TemporaryDirectory(dir=parent) as folder:
         file = Path(folder) / "network.onnx"
         onnx.save(onnx_file.graph(contents), file)
-        return ov.convert_model(file)
+        with _unreported():
+            model: ov.Model = openvino.convert_model(file)
+    return model
 
 
 def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
@@ -71,8 +106,7 @@ def _save(model: ov.Model, contents: FileContents, file: Path) -> None:
     Raises:
         OSError: OpenVINO cannot write.
     """
-    import openvino as ov
-
+    ov = _openvino()
     for key, value in contents.metadata.items():
         model.set_rt_info(value, ["normswap", key])
     try:
@@ -97,7 +131,7 @@ def write_int8(contents: FileContents, file: Path, how: Quantization) -> None:
     try:
         logger.setLevel(logging.ERROR)
         # NNCF draws progress bars, and logs when it is imported.
-        with silent():
+        with silent(), _unreported():
             import nncf
             from nncf.quantization.advanced_parameters import OverflowFix, QuantizationParameters
             from nncf.quantization.range_estimator import RangeEstimatorParametersSet
@@ -134,8 +168,7 @@ def open(file: Path, *, inside: bool = False) -> Runs:
         inside: Whether the function returns all values that the file computes, not only its
             outputs.
     """
-    import openvino as ov
-
+    ov = _openvino()
     model = ov.Core().read_model(file)
     # With `inside`, the value of every operator becomes an output, too.
     if inside:
@@ -156,8 +189,7 @@ def nodes(file: Path) -> dict[str, int]:
 
     Constants, and the nodes that stand for inputs and outputs, are not counted.
     """
-    import openvino as ov
-
+    ov = _openvino()
     kinds = (op.get_type_name() for op in ov.Core().read_model(file).get_ops())
     return counted(kind for kind in kinds if kind not in _ENDS)
 
@@ -167,8 +199,7 @@ def metadata(file: Path) -> dict[str, str]:
 
     An example is the name of the source network, with the key `source`.
     """
-    import openvino as ov
-
+    ov = _openvino()
     # OpenVINO would try other readers, which print what they find.
     if not file.read_bytes()[:64].lstrip().startswith(b"<"):
         raise ValueError("it is no XML")

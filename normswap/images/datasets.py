@@ -496,6 +496,11 @@ def _open(location: Path | None, data: str, split: str, mode: str) -> object:
     try:
         # timm's readers print what they raise, too.
         with quiet(), redirect_stdout(io.StringIO()):
+            if location is not None and location.suffix == ".tar" and location.is_file():
+                # Beside a tar of more than 10 GB, timm would otherwise read a pickle of the tar's
+                # contents, which anybody may have put there, or write one into the user's folder.
+                reader = ReaderImageInTar(root, cache_tarinfo=False)
+                return ImageDataset(root, reader=reader, input_img_mode=mode)
             return create_dataset(
                 name,
                 root=root or None,

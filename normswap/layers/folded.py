@@ -291,7 +291,9 @@ def _absorb(
         return bias
 
     # AFTER_UNIT reads a BatchNorm as if gamma were 1 and beta 0.
+    # The map of a norm without tensors is on the CPU.
     scale, shift = affine.read_map(module, unit_gamma=absorption.way is AbsorbMode.AFTER_UNIT)
+    scale, shift = scale.to(weight.device), shift.to(weight.device)
 
     # Behind the layer: s (W x + b) + t = (s W) x + (s b + t).
     if not absorption.way.precedes:

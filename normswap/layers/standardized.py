@@ -26,6 +26,7 @@ from normswap.layers.reparametrized import (
     effective,
     keeps_mean,
 )
+from normswap.layers.seeding import seeded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -214,12 +215,14 @@ def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None, gamma: f
     padding_here: Any = conv.padding if padding is None else tuple(padding)
     pads_to_same = isinstance(conv, Conv2dSame)
 
-    for torch_class, other_class in OTHERS.items():
-        if isinstance(conv, torch_class):
-            return other_class(mean=mean, padding=padding_here, **settings)
-    if mean:
-        return MeanStdConv2d(same_pad=pads_to_same, padding=padding_here, **settings)
-    # timm's class computes its padding from the input's size, so it gets none here.
-    if pads_to_same:
-        return ScaledStdConv2dSame(**settings)
-    return ScaledStdConv2d(padding=padding_here, **settings)
+    # A constructor draws weights, which are not needed. The user's random numbers stay as they are.
+    with seeded(conv.weight.device):
+        for torch_class, other_class in OTHERS.items():
+            if isinstance(conv, torch_class):
+                return other_class(mean=mean, padding=padding_here, **settings)
+        if mean:
+            return MeanStdConv2d(same_pad=pads_to_same, padding=padding_here, **settings)
+        # timm's class computes its padding from the input's size, so it gets none here.
+        if pads_to_same:
+            return ScaledStdConv2dSame(**settings)
+        return ScaledStdConv2d(padding=padding_here, **settings)

@@ -172,12 +172,13 @@ def refusal(module: nn.Module) -> str | None:
 def gamma_and_beta(norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return gamma and beta of a LayerNorm or RMSNorm, each (C,), in float64.
 
-    They are ones and zeros where the norm has none.
+    They are ones and zeros where the norm has none. These are on the CPU if it has neither.
     """
     layer = cast(nn.LayerNorm, norm)
-    shape = layer.normalized_shape if layer.weight is None else layer.weight.shape
-    ones = torch.ones(shape, dtype=torch.float64)
     beta = getattr(layer, "bias", None)
+    own = layer.weight if layer.weight is not None else beta
+    shape, device = (layer.normalized_shape, None) if own is None else (own.shape, own.device)
+    ones = torch.ones(shape, dtype=torch.float64, device=device)
     return doubled(layer.weight, ones), doubled(beta, torch.zeros_like(ones))
 
 

@@ -1,6 +1,8 @@
 """Labelled images: every container gives the same batches, every bad one a clear line."""
 
 import multiprocessing
+import os
+import pickle
 import sys
 import tarfile
 from collections.abc import Callable
@@ -54,6 +56,22 @@ def loaded(model: Any, source: Path | str, **options: Any) -> tuple[Tensor, list
     images = torch.cat([images for images, _ in batches])
     labels = torch.cat([labels for _, labels in batches])
     return images, labels.tolist()
+
+
+def test_no_pickle_beside_a_large_tar_is_read_or_written(images: Path) -> None:
+    """timm keeps the contents of a tar of more than 10 GB in a pickle."""
+    file = pack(images, "large.tar")
+    os.truncate(file, 11 * 1024**3)  # The zeros behind the tar's end take no space.
+    assert len(loaded(CONFIG, file)[1]) == 12
+    assert not [*file.parent.glob("*.pickle")]
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (file.parent / "evil was run",)
+
+    (file.parent / "_large_tarinfos.pickle").write_bytes(pickle.dumps(Evil()))
+    assert len(loaded(CONFIG, file)[1]) == 12
+    assert not (file.parent / "evil was run").exists()
 
 
 def test_a_tar_equals_the_folder(images: Path) -> None:

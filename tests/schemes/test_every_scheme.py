@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import operator
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -97,8 +98,13 @@ def test_source_is_never_touched(arch: str, row: Row) -> None:
     model = skeleton(arch).float().train()
     model.get_submodule("fc" if hasattr(model, "fc") else "head").requires_grad_(False)
     before = fingerprint(model)
-    done = conversion.convert(model, row.scheme, inputs=torch.randn(2, 3, 33, 33), **row.options)
+    objects = [*model.parameters(), *model.buffers()]
+    images = torch.randn(2, 3, 33, 33)
+    drawn_so_far = torch.get_rng_state()
+    done = conversion.convert(model, row.scheme, inputs=images, **row.options)
     assert fingerprint(model) == before
+    assert all(map(operator.is_, [*model.parameters(), *model.buffers()], objects))
+    assert torch.equal(torch.get_rng_state(), drawn_so_far), "it drew the caller's random numbers"
     with torch.no_grad():
         for parameter in done.model.parameters():
             parameter.add_(1)
