@@ -181,6 +181,19 @@ class Opening:
         """
         return [name, *itertools.chain(*self.asked()), *trust_flag(self.trust_factory)]
 
+    def require_model(self, name: str | None) -> None:
+        """Raise OptionError if an option says how MODEL is opened, and no MODEL is given.
+
+        Args:
+            name: The argument MODEL of a command, if there is one.
+        """
+        given = self.words("MODEL")[1:]
+        if name is None and given:
+            raise OptionError(
+                f"{given[0]} says how a MODEL is opened, and none is given",
+                remedy="Name the MODEL, also if a recipe names it",
+            )
+
     def open(self, name: str, *, device: str = "cpu", runs: bool = False) -> nn.Module:
         """Return the network `name`, opened by these options.
 

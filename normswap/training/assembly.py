@@ -21,6 +21,7 @@ from normswap import copying, provenance
 from normswap.errors import NormswapError, OptionError, RecipeError, SourceError, require_packages
 from normswap.images import datasets
 from normswap.models import devices, network_input
+from normswap.models.preprocessing import stated
 from normswap.plan import Body
 from normswap.sites.site import sites_of
 from normswap.storage import checkpoint
@@ -68,13 +69,22 @@ class Subject:
         """The torch module of the network, as training begins: after the recipe's conversion."""
         return self.network.module
 
-    def blank(self) -> nn.Module:
+    def blank(self, side: int | None) -> nn.Module:
         """Return a copy of the network with a record that names its architecture.
 
         The run saves copies of this copy. Without the name, each save would have to compare the
         network with the known architectures.
+
+        Args:
+            side: Height and width in pixels of the images that it trains on, which the record says.
+                With None they are the network's own.
         """
         record = replace(provenance.of(self.module), arch=unfolding.architecture(self.module))
+        if side is not None:
+            images = {**stated(self.module), "input_size": self.preprocessing(side)["input_size"]}
+            # timm's record may have a size of its own for tests.
+            images.pop("test_input_size", None)
+            record = replace(record, pretrained_cfg=images)
         return provenance.attach(copying.duplicate(self.module, memo={}), record)
 
     def preprocessing(self, side: int | None) -> Body:

@@ -177,7 +177,7 @@ def finetune(
         run = TrainingRun(
             task,
             folder,
-            subject.blank(),
+            subject.blank(recipe.data.input_size),
             progress if engine.is_main_process else None,
             say_and_keep,
         )

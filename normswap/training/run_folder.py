@@ -13,7 +13,9 @@ metrics.csv    one row per epoch; the first is the network before training. With
 """
 
 import csv
+import hashlib
 import io
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from normswap import provenance
 from normswap.copying import state_tensors
 from normswap.errors import OptionError, OutputError, RecipeError, SourceError, first_line, spelled
 from normswap.models import calling
+from normswap.models.preprocessing import data_config
 from normswap.models.weight_files import hash_tensors
 from normswap.storage import atomic_write, checkpoint, left_behind, network_folder
 from normswap.training import recipe_files
@@ -325,7 +328,8 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     """Return the values, by name, that must be the same when a run continues.
 
     They are the values of the recipe's keys, without those that may change, and hashes of the
-    network before training, of the plan that converted it before, and of the images.
+    network before training, of the plan that converted it before, of how its images are prepared,
+    and of the images.
 
     Args:
         model: The network before the recipe converts it.
@@ -336,9 +340,11 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     for key in _FREE_KEYS:
         keys.pop(key, None)
     # An error may read: the network's hash was '1f...', is '2e...'
+    preparation = json.dumps(data_config(model), sort_keys=True, default=str)
     hashes = {
         "the network's hash": hash_tensors(state_tensors(model)),
         "its plan's": provenance.of(model).plan.digest,
+        "that of how its images are prepared": hashlib.sha256(preparation.encode()).hexdigest(),
         "the images'": images,
     }
     return keys | {name: digest[:12] for name, digest in hashes.items()}

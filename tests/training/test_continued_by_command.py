@@ -1,7 +1,7 @@
 """Law of continued runs: the command that is printed opens the very network the run began with."""
 
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from normswap.cli.app import main
 from normswap.cli.commands import finetune_command
+from normswap.cli.options import ImageOpening
 from normswap.models.preprocessing import stated
 from normswap.training import assembly, engine, recipe_files
 from normswap.training.engine import Result
@@ -31,7 +32,14 @@ TYPED: dict[str, tuple[str, ...]] = {
     "other channels": (*SMALL, "--in-chans", "1", "--image-mean", "0.5", "--image-std", "0.25"),
     "a size": (*SMALL, "--input-size", "3,32,32"),
     "a file": ("resnet18", "--weights", "net.pth", *SMALL[3:]),
+    "how images are prepared": (*SMALL, "--image-mean", "0.5", "--interpolation", "bilinear"),
+    "a function of one's own": ("test_continued_by_command:factory",),
 }
+
+
+def factory() -> nn.Module:
+    sizes: dict[str, Any] = {"channels": (4, 4, 8, 8), "layers": (1, 1, 1, 1)}
+    return timm.create_model("resnet18", **sizes)
 
 
 class Begun:
@@ -80,6 +88,67 @@ def test_the_command_that_is_printed_goes_on_with_the_same_network(
     assert all(torch.equal(value, tensors(second)[name]) for name, value in tensors(first).items())
     assert dict(stated(first)) == dict(stated(second))
     assert begun.recipes[0] == begun.recipes[1]
+
+
+@pytest.mark.parametrize("case", TYPED)
+def test_the_folder_alone_opens_the_same_network_or_none(
+    case: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe in a run's folder names the network only if it can say all of how it is opened."""
+    begun = Begun()
+    monkeypatch.setattr(engine, "finetune", begun)
+    if case == "a file":
+        write_weights()
+    words = ("--recipe", "cifar10_recover_skipinit", "--data", "demo", "-o", "run")
+    assert main(["finetune", *TYPED[case], *words]) == 0
+    capfd.readouterr()
+
+    code = main(["finetune", "--resume", "auto", "-o", "run"])
+
+    if case == "arguments":
+        assert code == 0
+        first, second = begun.networks
+        assert dict(stated(first)) == dict(stated(second))
+    else:
+        assert code == 2
+        assert "neither a MODEL is given nor does the recipe name one" in capfd.readouterr().err
+
+
+OPENED = {
+    "weights": "random",
+    "arch": "resnet18",
+    "arch-arg": "layers=1,1,1,1",
+    "num-classes": "10",
+    "in-chans": "1",
+    "input-size": "3,32,32",
+    "image-mean": "0.5",
+    "image-std": "0.5",
+    "crop-pct": "0.9",
+    "interpolation": "bilinear",
+    "trust-factory": "",
+}
+
+
+def test_every_option_that_opens_a_network_is_here() -> None:
+    assert {option.partition("=")[0] for option in OPENED} == {
+        entry.name.replace("_", "-") for entry in fields(ImageOpening)
+    } - {"inputs"}
+
+
+@pytest.mark.parametrize("option", OPENED)
+@pytest.mark.parametrize("command", ["finetune", "sweep"])
+def test_an_option_that_opens_a_network_is_refused_where_none_is_named(
+    command: str, option: str, here: Path, capfd: Capture
+) -> None:
+    """The recipe names one, which is opened as the recipe says."""
+    (here / "r.yaml").write_text("summary: s\nmodel: {name: resnet18, weights: random}\n")
+    words = [f"--{option}", OPENED[option]] if OPENED[option] else [f"--{option}"]
+    recipe = ["r.yaml", "--lr", "0.1"] if command == "sweep" else ["--recipe", "r.yaml"]
+
+    assert main([command, *recipe, *words, "-o", "run"]) == 2
+
+    assert f"--{option} says how a MODEL is opened" in capfd.readouterr().err
+    assert not (here / "run").exists()
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from support.small_trainings import TINY, merged, network, recipe, train, write_images
 from torch import Tensor, nn
 
+import normswap
+from normswap.models.zoo import data_config
 from normswap.training.engine import Result, finetune
 from normswap.training.recipe import Recipe
 
@@ -153,6 +155,15 @@ def before(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_another_value_is_another_run(images: Path, tmp_path: Path, before: Any, key: str) -> None:
     start, value = CHANGES[key]
     assert run(images, tmp_path / "out", merged(start, nested(key, value))) != before(start)
+
+
+@pytest.mark.slow
+def test_what_trained_on_a_size_is_recorded_with_it(images: Path, tmp_path: Path) -> None:
+    """Whoever evaluates or exports it next does so as it was trained and measured."""
+    plan = recipe(images, data={"input_size": 48})
+    done = finetune(network(), plan, tmp_path / "run", device="cpu", track="none")
+    for trained in (done.model, normswap.load(done.best), normswap.load(done.last)):
+        assert tuple(data_config(trained)["input_size"]) == (3, 48, 48)
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ import torch
 from support.small_trainings import made, network, recipe, train, weights, write_images
 
 from normswap.errors import LeftBehindNote, OptionError, OutputError
+from normswap.models import preprocessing
+from normswap.models.stated_images import Preprocessing
 from normswap.training import recipe_files
 from normswap.training.engine import TrainingProgress
 from normswap.training.recipe import Recipe
@@ -344,6 +346,13 @@ PARTS: State = {
     "optimizer": {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]},
     "scaler": {"scale": 8.0},
 }
+
+
+@pytest.mark.parametrize("stated", [{"mean": (0.5,)}, {"std": (0.5,)}, {"crop_pct": 0.7}])
+def test_images_that_are_prepared_in_another_way_are_another_run(stated: dict[str, Any]) -> None:
+    plan = recipe("images")
+    other = preprocessing.state(network(), Preprocessing(**stated))
+    assert identify(network(), plan, "digest") != identify(other, plan, "digest")
 
 
 def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:

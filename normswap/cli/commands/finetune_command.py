@@ -14,7 +14,6 @@ from normswap.cli.options import (
     Device,
     ImageOpening,
     Json,
-    Opening,
     last_part,
     output_option,
     trust_words,
@@ -96,6 +95,7 @@ def run(
             what += f", and {output} holds no run"
         raise OptionError(what, remedy="Give --recipe NAME (`normswap recipes` lists them) or FILE")
     model, overrides = recipe_files.split(words or [])
+    opening.require_model(model)
     plan = _named(recipe_files.load_recipe(recipe, overrides), model, data, opening)
 
     from normswap.training import assembly
@@ -140,10 +140,27 @@ def _words_to_continue(model: str | None, opening: ImageOpening, folder: Path) -
         opening: How the MODEL is opened.
         folder: The run's folder.
     """
-    said = replace(opening, weights="pretrained", arch_arg=None)
-    is_in_recipe = opening.weights in _WEIGHTS_OF_RECIPES and said == ImageOpening()
-    words = [] if model is None or is_in_recipe else opening.words(model)
+    words = [] if model is None or _recipe_says(model, opening) else opening.words(model)
     return ["finetune", *words, "--resume", "auto", "-o", folder]
+
+
+def _recipe_says(model: str, opening: ImageOpening) -> bool:
+    """Whether a recipe can say all of how a MODEL is opened.
+
+    It can if the MODEL is no function of the user's, which a recipe does not call, and if nothing
+    is asked for but random weights and arguments of the architecture.
+
+    Args:
+        model: The MODEL of the command line.
+        opening: How the MODEL is opened.
+    """
+    from normswap.models import kinds
+
+    has_only_keys_of_recipes = (
+        replace(opening, weights="pretrained", arch_arg=None) == ImageOpening()
+    )
+    is_in_keys = opening.weights in _WEIGHTS_OF_RECIPES and has_only_keys_of_recipes
+    return is_in_keys and not kinds.of(model).foreign
 
 
 def _next_command(
@@ -165,11 +182,11 @@ def _next_command(
     return [command, result.best, *trust, "--data", data]
 
 
-def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening) -> Recipe:
+def _named(recipe: Recipe, model: str | None, data: str | None, opening: ImageOpening) -> Recipe:
     """Return the recipe with the network and the images of the command line written into it.
 
-    A run can then be continued from its folder alone. A network whose weights are a file is not
-    written in: a recipe names networks, and has no key for a file. The run needs the MODEL again.
+    A run can then be continued from its folder alone. If a recipe cannot say all of how the network
+    is opened (`_recipe_says`), it names none, and the run needs the MODEL again.
 
     Args:
         recipe: The recipe.
@@ -181,8 +198,10 @@ def _named(recipe: Recipe, model: str | None, data: str | None, opening: Opening
 
     if data is not None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"root": data})})
-    if model is None or opening.weights not in _WEIGHTS_OF_RECIPES:
+    if model is None:
         return recipe
+    if not _recipe_says(model, opening):
+        return recipe.model_copy(update={"model": None})
     network = RecipeNetwork(name=model, weights=opening.weights, args=opening.arch_args())
     return recipe.model_copy(update={"model": network})
 

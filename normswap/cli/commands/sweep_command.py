@@ -85,6 +85,7 @@ def run(
             "--lr is not given", "a sweep compares learning rates", "For example: --lr 0.05,0.1"
         )
     model, overrides = recipe_files.split(words or [])
+    opening.require_model(model)
     plan = recipe_files.load_recipe(recipe, overrides)
     rates = sweeps.parse_rates(varied.lr)
     seeds = varied.seeds
