@@ -10,7 +10,7 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -333,9 +333,14 @@ def _trained(place: str, arch: Arch, name: str, *, has_new_head: bool) -> nn.Mod
             ignore_mismatched_sizes=True,
         )
 
-    # transformers reports each tensor that did not fit. Those of a new head may have other shapes.
-    # An entry of `mismatched_keys` begins with the tensor's name.
-    other_shapes = [key[0] for key in info["mismatched_keys"] if not has_new_head]
+    # transformers reports each tensor that did not fit, with its shapes in the file and in the
+    # network. Those of a new head may have other shapes.
+    classes = model.config.num_labels if has_new_head else None
+    other_shapes = [
+        key
+        for key, in_file, in_network in info["mismatched_keys"]
+        if not _differs_in_classes(in_file, in_network, classes)
+    ]
     misfits = {
         "missing": info["missing_keys"],
         "unexpected": info["unexpected_keys"],
@@ -347,3 +352,18 @@ def _trained(place: str, arch: Arch, name: str, *, has_new_head: bool) -> nn.Mod
     if has_new_head:
         note_new_head("the head", model.config.num_labels)
     return model.eval()
+
+
+def _differs_in_classes(
+    in_file: Sequence[int], in_network: Sequence[int], classes: int | None
+) -> bool:
+    """Whether a tensor is one of a new head: it differs from the file's in the classes alone.
+
+    Args:
+        in_file: Its shape in the file.
+        in_network: Its shape in the network, whose first side is the classes.
+        classes: The number of classes of the new head. None if there is no new head.
+    """
+    # A detector's head has one class more, for nothing.
+    sizes = () if classes is None else ((classes,), (classes + 1,))
+    return tuple(in_network[:1]) in sizes and tuple(in_file[1:]) == tuple(in_network[1:])

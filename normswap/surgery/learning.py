@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from normswap import provenance
+from normswap.copying import dotted, tree
 from normswap.errors import first_few
 from normswap.graph.tracing import LINEAR
 from normswap.plan import AbsorbMode, Edit
@@ -62,6 +63,39 @@ def follow(
             parameter.requires_grad_(_learns_in_linear(own_name, edit, old, reads))
         else:
             parameter.requires_grad_(_learns_for_norm(own_name, old, replaced))
+
+
+def resemble(model: nn.Module, built: nn.Module) -> None:
+    """Set, in place, which parameters of a network are trainable and the modes of its modules.
+
+    They are those of the network that it takes its tensors from. A gamma or beta that this one
+    lacks, as its norm was folded, follows the weight or bias of the layer that absorbed the norm.
+    Any other parameter that it lacks learns if anything learns in the module around.
+
+    Args:
+        model: The network that the tensors come from.
+        built: The network that was built for them.
+    """
+    modules = tree(model)
+    flags = {
+        name: parameter.requires_grad
+        for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False)
+    }
+    for path, module in tree(built).items():
+        # The module at this path, or the nearest one around it.
+        nearest = path
+        while nearest not in modules:
+            nearest = nearest.rpartition(".")[0]
+        module.training = modules[nearest].training
+
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            learns = flags.get(dotted(path, name))
+            if learns is None:
+                around = _module_that_decides(model, nearest)
+                learns = _learns_for_norm(name, nn.Module(), [around])
+            parameter.requires_grad_(learns)
 
 
 def notes(source: nn.Module, edits: Sequence[Edit], placed: Mapping[str, nn.Module]) -> list[str]:

@@ -26,7 +26,7 @@ from normswap.plan import AbsorbMode, Outcome
 from normswap.proof import comparison, doubles, verdict
 from normswap.sites.known_norms import Pair
 from normswap.sites.site import Site, site_of
-from normswap.surgery import unfolding
+from normswap.surgery import learning, unfolding
 from normswap.surgery.carrying_out import Conversion
 from normswap.surgery.network import Network
 
@@ -61,8 +61,9 @@ def batchnorm_like(
     module = of_class(network, like)
 
     # The skeleton is a network of the given class. It gets the tensors, inputs and origin of
-    # `network`, and the dtype, device and mode.
-    module.to(network.device, network.dtype).train(network.module.training)
+    # `network`, the dtype and device, and what of it is trained.
+    module.to(network.device, network.dtype)
+    learning.resemble(network.module, module)
     skeleton = unfolding.bare(network, module, provenance.of(module).arch)
     # If inputs are noise, both networks get noise of the same size.
     if network.inputs is None:

@@ -25,7 +25,7 @@ from normswap.models import zoo
 from normswap.plan import AbsorbMode, Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.sites.site import site_of
-from normswap.surgery import applying
+from normswap.surgery import applying, learning
 from normswap.surgery.network import Network
 
 
@@ -88,7 +88,7 @@ def unfold(network: Network, skeleton: nn.Module | None = None) -> Network:
         _invert(edit, modules, converted[edit.path])
     _check_biases(state, tensors, {edit.path for edit in builder.edits() if _shifts(edit)})
 
-    source.module.train(network.module.training)
+    learning.resemble(network.module, source.module)
     return source
 
 

@@ -13,6 +13,7 @@ from support.model_sources import ARGS, hugging_face, origin, same, small, write
 from torch import nn
 
 import normswap
+from normswap.errors import SourceError
 from normswap.models import network_input
 from normswap.models.weight_files import read
 from normswap.models.zoo import open_source
@@ -85,6 +86,16 @@ def test_a_new_head_is_the_same_whatever_was_drawn_before(kind: str, tmp_path: P
     first, second = opened
     assert same(second, dict(first.state_dict()))
     assert origin(second) == origin(first)
+
+
+@pytest.mark.parametrize("classes", [{}, {"num_classes": 7}])
+def test_a_new_head_excuses_no_other_tensor_that_does_not_fit(
+    classes: dict[str, int], tmp_path: Path
+) -> None:
+    """A stem of other channels stayed random if a new head was asked for, and nothing said so."""
+    place = SOURCES["transformers"](tmp_path / "net")
+    with pytest.raises(SourceError, match=r"of another shape: .*embedder"):
+        open_source(place, in_chans=1, **classes)
 
 
 def test_a_weights_file_has_nothing_of_the_builders_own_weights(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ such a parameter. The layer here does both.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.narrow_networks import skeleton
 from support.sampled_tables import sampled
 from support.scheme_rows import ROWS, Row
 from torch import Tensor, nn
@@ -280,3 +281,46 @@ def test_directions_of_a_frozen_weight_stay_frozen() -> None:
     learns = {name.rpartition(".")[2]: flag for name, flag in flags(done.model.conv1).items()}
     assert learns == {"original0": True, "original1": False, "bias": True}
     assert all(flags(done.model.conv2).values())
+
+
+# Which parameters of a ResNet are frozen before it is converted.
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "nothing": lambda name: False,
+    "all but the head": lambda name: not name.startswith("fc."),
+    "the norms": lambda name: "bn" in name or "downsample.1" in name,
+    "betas": lambda name: name.endswith("bias"),
+    "a stage": lambda name: name.startswith(("conv1", "bn1", "layer1.")),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("way", ["unfold", "unfold like", "batchnorm like"])
+def test_norms_that_come_back_are_trained_as_before(way: str, frozen: str) -> None:
+    """And modules are in the mode that they were in. A norm folded into a frozen filter is frozen,
+    and its gamma, which is part of a filter, learns where the filter does.
+    """
+    source = skeleton("resnet18").float()
+    for name, parameter in source.named_parameters():
+        parameter.requires_grad_(not FROZEN[frozen](name))
+    source.train()
+    for module in source.layer1.modules():
+        module.training = False
+    images = torch.randn(8, 3, 33, 33)
+    folded = normswap.convert(source, "folded", inputs=images)
+
+    if way == "batchnorm like":
+        result = normswap.convert(folded, "batchnorm", like=source, calibrate=[images]).model
+    else:
+        like = {"like": source} if way == "unfold like" else {}
+        result = normswap.convert(folded, "unfold", **like).model
+
+    expected = {name: parameter.requires_grad for name, parameter in source.named_parameters()}
+    if frozen == "the norms":
+        # Gammas became parts of filters, which learn.
+        expected |= {name: True for name in expected if name.endswith("weight")}
+    assert {name: parameter.requires_grad for name, parameter in result.named_parameters()} == (
+        expected
+    )
+    assert [module.training for module in result.modules()] == [
+        module.training for module in source.modules()
+    ]
