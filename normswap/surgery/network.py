@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +163,8 @@ class Network:
 
         Args:
             model: A module, a result that holds a module, or a record. A record is returned with
-                the fields that are given below in place of its own.
+                the fields that are given below in place of its own. Inputs take the place of a
+                size, and a size that of inputs. Another seed draws other inputs if they are drawn.
             inputs: The network's inputs, as the record's field of this name.
             size: The size (C, H, W) of one input.
             seed: The seed of all random numbers. By default it is 0, or the record's own.
@@ -191,11 +192,18 @@ class Network:
             "calibrate": calibrate,
             "progress": progress,
         }
-        changes = {name: value for name, value in values.items() if value is not None}
+        changes: dict[str, Any] = {
+            name: value for name, value in values.items() if value is not None
+        }
         if not changes:
             return model
+        if inputs is not None:
+            changes["size"] = None
+        is_drawn = isinstance(model.inputs, DrawnCalls)
+        if size is not None or (seed is not None and is_drawn and inputs is None):
+            changes["inputs"] = None
 
-        network = replace(model, **changes)  # type: ignore[arg-type]
+        network = replace(model, **changes)
         # The anatomy and the calls do not depend on these two fields, so those that were computed
         # are taken over.
         if changes.keys() <= {"calibrate", "progress"}:

@@ -17,6 +17,7 @@ from normswap.analysis import advice
 from normswap.analysis.block_signals import signal_propagation
 from normswap.calibration import synthetic_images
 from normswap.graph import inspection
+from normswap.models.preprocessing import for_inputs
 from normswap.surgery import conversion, reverification
 from normswap.surgery.network import Network
 from normswap.surgery.recalibration import recalibrate
@@ -84,6 +85,27 @@ def test_inputs_are_the_calls() -> None:
     assert network.examples is network.calls
     assert network.described == "given inputs"
     assert network.anatomy.traced.recorded[0] == "1x3x48x48"
+
+
+def test_what_is_asked_of_a_record_takes_the_place_of_what_it_has() -> None:
+    module = small()
+    batch = torch.randn(2, 3, 20, 20)
+    with_inputs = Network(module, batch)
+    with_size = Network(module, size=SIZE)
+
+    assert Network.of(with_inputs, size=SIZE).calls[0].size == SIZE
+    assert Network.of(with_size, inputs=batch).calls[0].images.equal(batch)
+    assert Network.of(with_inputs, seed=7).calls[0].images.equal(batch)
+
+
+def test_another_seed_draws_other_inputs_where_they_are_drawn() -> None:
+    module = for_inputs(nn.Linear(8, 2), {"x": ([8], "float32")})
+    record = Network(module)
+    again = Network.of(record, seed=7)
+
+    assert "seed 7" in again.described
+    assert not again.calls[0].images.equal(record.calls[0].images)
+    assert again.calls[0].images.equal(Network(module, seed=7).calls[0].images)
 
 
 def test_what_states_no_size_is_looked_at_as_it_is_calibrated() -> None:
