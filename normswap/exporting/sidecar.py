@@ -75,7 +75,9 @@ class Resizing(_SidecarPart):
     """How an image is resized and cropped before it goes into an exported file.
 
     Args:
-        to: Height and width to which the image is resized, before it is cropped.
+        to: Height and width to which the image is resized, before it is cropped. With the crop_mode
+            squash it gets this shape. With the others it keeps its proportions: it covers this
+            rectangle (center) or fits into it (border).
         crop_pct: The share of this height and width that the crop keeps.
         crop_mode: The way of cropping, by timm's name: center, squash or border.
         interpolation: The way of resizing, by timm's name, such as bicubic.

@@ -341,13 +341,8 @@ def open_images(
     if channels not in modes:
         raise SourceError(f"the network takes {channels} channels", "images have 1 or 3")
 
-    # Find the images on this disk: a folder or a file. None stands for a dataset that timm knows by
-    # name. The word `demo` names the images of this package.
     mode = modes[channels]
-    path = Path(data)
-    if data == shipped.NAME and not path.exists():
-        path = shipped.IMAGES
-    location = part_of(path, split) if path.exists() else None
+    location = located(data, split)
     if location is not None:
         _check_location(location)
     dataset = _open(location, data, split, mode)
@@ -714,6 +709,21 @@ def _is_split(path: Path) -> bool:
     names_beside = {folder.name for folder in path.parent.iterdir() if folder.is_dir()}
     has_only_splits_beside = names_beside <= {*TRAIN, *VALIDATION}
     return has_only_splits_beside or any(inner.is_dir() for inner in path.iterdir())
+
+
+def located(data: str, split: str) -> Path | None:
+    """Return the path of the images that a user names, or None if it is no path.
+
+    Then it may be a dataset that timm knows by name.
+
+    Args:
+        data: What the user typed. The word `demo` names the images of this package.
+        split: The part (train, val ...) of a dataset that has parts.
+    """
+    path = Path(data)
+    if data == shipped.NAME and not path.exists():
+        path = shipped.IMAGES
+    return part_of(path, split) if path.exists() else None
 
 
 def part_of(folder: Path, split: str) -> Path:

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import shutil
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -492,11 +494,24 @@ def test_images_of_another_place_leave_all_images_to_calibrate_on(tmp_path: Path
     images = export_command.Checked(data=str(other), samples=40)
     calibrate, measured = export_command.Int8(TAR).parts(images, model)
     few, _ = export_command.Int8(TAR, calibrate_samples=300).parts(images, model)
-    # The same place is split, so that no image is measured on that set the ranges.
-    same = export_command.Int8(TAR).parts(replace(images, data=TAR), model)
-
     assert (calibrate.count, measured.count, few.count) == (500, 40, 300)
-    assert [part.count for part in same] == [250, 40]
+
+    # The same place is split, so that no image is measured on that set the ranges, however it is
+    # named.
+    (tmp_path / "link.tar").symlink_to(TAR)
+    (tmp_path / "root" / "val").mkdir(parents=True)
+    with tarfile.open(TAR) as tar:
+        tar.extractall(tmp_path / "root" / "val", filter="data")
+    root = str(tmp_path / "root")
+    for first, second in (
+        (TAR, TAR),
+        (TAR, str(tmp_path / "link.tar")),
+        (TAR, os.path.relpath(TAR)),
+        (f"{root}/val", root),
+        (f"{root}/val/", f"{root}/val"),
+    ):
+        same = export_command.Int8(first).parts(replace(images, data=second), model)
+        assert [part.count for part in same] == [250, 40], (first, second)
 
 
 @pytest.mark.slow

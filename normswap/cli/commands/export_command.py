@@ -117,12 +117,18 @@ class Int8:
             images: The options of --data.
             model: The network that the images are prepared for.
         """
-        from normswap.images.datasets import calibration_images, split_for_calibration
+        from normswap.images.datasets import calibration_images, located, split_for_calibration
 
         place = replace(images, data=self.calibrate, samples=None, split="train")
         whole = place.loader(model, labelled=None)
         # Without images of another place, those of --calibrate are divided between both uses.
-        if images.data in (None, self.calibrate):
+        are_the_same = images.data in (None, self.calibrate)
+        if not are_the_same and place.data is not None and images.data is not None:
+            # Another spelling, a link or a part of the other place may name the same images.
+            first = located(place.data, place.split)
+            second = located(images.data, images.split)
+            are_the_same = bool(first and second and first.resolve() == second.resolve())
+        if are_the_same:
             most = images.samples or _MEASURED
             return split_for_calibration(whole, self.calibrate_samples, most=most)
 
