@@ -54,15 +54,13 @@ def sign_test(differences: Sequence[float]) -> float:
     return min(2 * tail, 1.0)
 
 
-def ends(kept: Kept, task: str, way: str, score: str) -> dict[str, float]:
-    """A score of each seed's run at its end, in percent, by seed; runs without this score are left
-    out.
-    """
-    return {
-        key[3]: row[score]
-        for key, row in kept.rows.items()
-        if key[:3] == (task, way, "seed") and score in row
-    }
+def ends(kept: Kept, way: str, score: str) -> dict[str, float]:
+    """The success of each seed's run at its end, in percent, by seed; `score`: of `SCORES`."""
+    found: dict[str, float] = {}
+    for key, row in kept.rows.items():
+        if key[:3] == ("policy", way, "seed"):
+            found[key[3]] = row[score]
+    return found
 
 
 def with_spread(values: Sequence[float]) -> str:
@@ -91,7 +89,7 @@ def lines(kept: Kept) -> Iterator[str]:
     yield from ("", *(__doc__ or "").splitlines()[5:], "")
     yield markdown_head("way", *SCORES.values(), "seeds")
     for way in WAYS:
-        scores = [list(ends(kept, "policy", way, score).values()) for score in SCORES]
+        scores = [list(ends(kept, way, score).values()) for score in SCORES]
         if scores[0]:
             yield markdown_row(way, *map(with_spread, scores), len(scores[0]))
     yield ""
@@ -99,9 +97,9 @@ def lines(kept: Kept) -> Iterator[str]:
     for score, title in SCORES.items():
         yield from (f"## {title}", "")
         yield markdown_head(*COLUMNS)
-        base = ends(kept, "policy", BASE, score)
+        base = ends(kept, BASE, score)
         for way in WAYS:
-            own = ends(kept, "policy", way, score)
+            own = ends(kept, way, score)
             if own:
                 yield row(way, own, base)
         yield ""
