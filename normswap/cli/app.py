@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
-from types import TracebackType
 from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
 
 import typer
@@ -42,6 +41,7 @@ from normswap.errors import (
     WrongResultError,
     command_line,
     demanded,
+    first_line,
     quiet,
 )
 
@@ -53,7 +53,10 @@ Clicks = Any
 # How typer's parser says that a value is of another type, or out of range.
 _INVALID = re.compile(r"Invalid value for '(--[\w-]+)': (Input should be .*)")
 # As a shell has it: 128 + SIGINT.
+# Exit codes beside 0, 1 (a result is wrong) and 2 (bad input): of a command that was interrupted,
+# and of a bug.
 _INTERRUPTED = 130
+_CRASHED = 3
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -312,19 +315,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv: The words of the command. With None they are those of the process, which then runs
-            nothing but this command: its standard streams are opened where they were closed, and
-            the traceback of a bug is made printable.
+            nothing but this command: its standard streams are opened where they were closed, and a
+            bug's traceback is made printable. A bug in a caller's process is raised.
     """
     # OpenMP's waiting threads spin, which costs several times the work where other processes need
     # the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if argv is None:
-        open_standard_streams()
-        sys.excepthook = _print_traceback
-        argv = sys.argv[1:]
+    if argv is not None:
+        return _run(list(argv))
 
+    open_standard_streams()
+    try:
+        return _run(sys.argv[1:])
+    except Exception as error:
+        _print_traceback(error)
+        return _CRASHED
+
+
+def _run(arguments: list[str]) -> int:
+    """Run one command, and return its exit code. A bug is raised.
+
+    Args:
+        arguments: The words of the command.
+    """
     # `fail` prints an error, and returns the exit code of bad input.
-    arguments = list(argv)
     fail = _fail_as_json if "--json" in arguments else _fail
     if "--debug" in arguments:
         arguments.remove("--debug")
@@ -353,7 +367,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(": ".join(parts) or str(error))
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
+    except Exception as error:
+        sentence = _exhausted(error)
+        if not sentence:
+            raise
+        return fail(sentence)
     return int(result or 0)
+
+
+def _exhausted(error: Exception) -> str:
+    """Return what is wrong and what to do if the machine has too little memory, or "" otherwise.
+
+    Args:
+        error: What a command raised.
+    """
+    why = first_line(error)
+    # torch's class for a GPU's memory is not imported for its name alone.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"the memory does not suffice: {why}. Take fewer images at a time, or a smaller size"
+    # torch's loader raises RuntimeError if one of its processes was killed.
+    if "DataLoader worker" in why:
+        return (
+            f"a process that loads images has died: {why}. Load them in this one (--workers 0, in"
+            " training data.workers=0), or give the container more shared memory"
+        )
+    return ""
 
 
 @contextmanager
@@ -442,17 +480,9 @@ def _fail_with_traceback(message: str) -> int:
     return _fail(message)
 
 
-def _print_traceback(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Print the traceback of a bug as Python does, with what the error quotes made printable.
-
-    Args:
-        kind: The error's class.
-        error: The error.
-        trace: Where it was raised.
-    """
-    say_aside("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), lines=True)
+def _print_traceback(error: Exception) -> None:
+    """Print the traceback of a bug as Python does, with what the error quotes made printable."""
+    say_aside("".join(traceback.format_exception(error)).rstrip("\n"), lines=True)
 
 
 def _version(is_asked: bool) -> None:

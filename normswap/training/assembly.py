@@ -18,10 +18,18 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from normswap import copying, provenance
-from normswap.errors import NormswapError, OptionError, RecipeError, SourceError, require_packages
+from normswap.errors import (
+    NormswapError,
+    OptionError,
+    RecipeError,
+    SourceError,
+    explained,
+    require_packages,
+)
 from normswap.images import datasets
 from normswap.models import devices, network_input
 from normswap.models.preprocessing import stated
+from normswap.models.stated_images import comma_list
 from normswap.plan import Body
 from normswap.sites.site import sites_of
 from normswap.storage import checkpoint
@@ -408,9 +416,10 @@ class Task:
         self.images = images
         # Accuracies are measured if the network gives scores of classes. Training on labels takes
         # that for granted.
-        classifies = images.labelled or network_input.classifies(
-            subject.module, record["input_size"]
-        )
+        size = record["input_size"]
+        remedy = "data.input_size says another size"
+        with explained(OptionError, f"the network takes no images of {comma_list(size)}", remedy):
+            classifies = network_input.classifies(subject.module, size) or images.labelled
         self.validation = None
         if classifies and validates:
             self.validation = validation(

@@ -3,11 +3,13 @@
 import math
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.command_line import Capture
 from support.small_trainings import network
 
@@ -98,10 +100,47 @@ def test_the_traceback_of_a_bug_is_printed_as_python_prints_it(capfd: Capture) -
         raise ValueError("a bug")
     except ValueError as error:
         expected = traceback.format_exc()
-        app._print_traceback(type(error), error, error.__traceback__)
+        app._print_traceback(error)
 
     assert len(expected.splitlines()) > 2
     assert capfd.readouterr().err == expected
+
+
+def test_a_bug_is_no_wrong_result(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 says that a result is wrong, and 2 that the input is. Within Python a bug is raised."""
+    monkeypatch.setattr(app, "app", _raising(ValueError("a bug")))
+    monkeypatch.setattr(sys, "argv", ["normswap", "inspect", "demo"])
+
+    assert app.main() == 3
+    assert "Traceback (most recent call last):" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="a bug"):
+        app.main(["inspect", "demo"])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "the memory does not"),
+        (MemoryError("Unable to allocate 9 GiB"), "the memory does not suffice: Unable"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "--workers 0"),
+    ],
+)
+def test_too_little_memory_is_one_line(
+    error: Exception, said: str, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "app", _raising(error))
+
+    assert app.main(["inspect", "demo"]) == 2
+
+    (line,) = capfd.readouterr().err.splitlines()
+    assert said in line
+
+
+def _raising(error: Exception) -> Callable[..., int]:
+    def command(*_: object, **__: object) -> int:
+        raise error
+
+    return command
 
 
 def test_debug_prints_the_traceback_in_lines(capfd: Capture, here: Path) -> None:
