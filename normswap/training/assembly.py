@@ -24,6 +24,7 @@ from normswap.errors import (
     RecipeError,
     SourceError,
     explained,
+    first_few,
     require_packages,
 )
 from normswap.images import datasets
@@ -286,6 +287,26 @@ def from_first(engine: Accelerator, read: Callable[[], T]) -> T:
 
     value: T = broadcast_object_list([read() if engine.is_main_process else None])[0]
     return value
+
+
+def require_the_same_images(digest: str) -> None:
+    """Raise OptionError in every process if the processes do not read the same images.
+
+    Each process takes its share of an order that is drawn from the number of images.
+
+    Args:
+        digest: The digest of the images that this process reads.
+    """
+    from accelerate.utils import gather_object
+
+    digests = gather_object([digest])
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise OptionError(
+            "the processes do not read the same images",
+            f"those of {first_few([f'rank {rank}' for rank in others])} are not those of rank 0",
+            "Give every machine the same files",
+        )
 
 
 @contextmanager

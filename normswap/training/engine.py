@@ -155,6 +155,7 @@ def finetune(
         record = subject.preprocessing(recipe.data.input_size)
         # Errors about the images come before the conversion, which may take long.
         images = TrainingImages(record, recipe.data, recipe.train.seed, labelled=labelled)
+        assembly.require_the_same_images(images.digest)
 
         # Check the folder, then convert the network, and say what the user should know.
         folder = Folder(Path(out), identify(subject.source, recipe, images.digest))

@@ -3,6 +3,7 @@ that they share.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,3 +259,33 @@ def test_two_processes_train_as_one(name: str, work: Path) -> None:
     finetune = ["-m", "normswap", "finetune", *words(work), f"--output={work / 'run'}"]
     run([sys.executable, "-m", *LAUNCHERS[name], *finetune], OMP_NUM_THREADS="1")
     assert_as_one_process(work, work / "run")
+
+
+@pytest.mark.slow
+def test_processes_that_read_other_images_do_not_begin(work: Path) -> None:
+    """A machine's copy may lack files. Its shares would be of another order, or of another length,
+    for which the others wait.
+    """
+    shutil.copytree(work / "images", work / "copy")
+    next((work / "copy" / "train").rglob("*.*")).unlink()
+    place = "['images', 'copy'][int(os.environ['RANK'])]"
+    call = f"main(['finetune', '--recipe=short.yaml', '--data', {place}, '-o', 'run'])"
+    program = work / "program.py"
+    program.write_text(
+        f"import os, sys\nfrom normswap.cli.app import main\nsys.exit({call})\n", encoding="utf-8"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-m", *LAUNCHERS["torchrun"], str(program)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=work,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+    assert done.returncode
+    assert "the processes do not read the same images: those of rank 1 are not" in done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert not (work / "run").exists()
