@@ -6,6 +6,7 @@ Only this room knows timm's registry.
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import timm
@@ -283,6 +284,22 @@ def identify(
         if rebuilds(functools.partial(_rebuilt, arch, rebuild), model):
             return arch
     return None
+
+
+def with_present_head(arch: Arch, model: nn.Module) -> Arch:
+    """Return how to rebuild a network of timm with as many classes as it has now.
+
+    Its method `reset_classifier` may have given it another head than it was built with.
+
+    Args:
+        arch: The name of the network in timm, and the arguments that it was built with.
+        model: The network.
+    """
+    classes = getattr(model, "num_classes", None)
+    built_with = arch.kwargs.get("num_classes", _registered(arch.name).get("num_classes"))
+    if classes is None or classes == built_with:
+        return arch
+    return replace(arch, kwargs={**arch.kwargs, "num_classes": classes})
 
 
 def _rebuilt(arch: Arch, rebuild: Callable[[nn.Module], nn.Module]) -> nn.Module:

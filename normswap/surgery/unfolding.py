@@ -21,7 +21,7 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.layers import reparametrized
 from normswap.layers.placeholders import Holder
 from normswap.layers.planned_layer import scales_branch
-from normswap.models import zoo
+from normswap.models import kinds, timm_models, zoo
 from normswap.plan import AbsorbMode, Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.sites.site import site_of
@@ -130,12 +130,13 @@ def bare(network: Network, module: nn.Module, arch: Arch | None) -> Network:
 def architecture(model: nn.Module) -> Arch | None:
     """Return how to build the network that `model` was converted from, or None if unknown.
 
-    The network's provenance may say it. Otherwise an architecture is searched that becomes this
-    network if the plan is applied to it.
+    The network's provenance may say it, but for a head that the network got since. Otherwise an
+    architecture is searched that becomes this network if the plan is applied to it.
     """
     record = provenance.of(model)
     if record.arch:
-        return record.arch
+        is_timms = record.arch.builder == kinds.TIMM.builder
+        return timm_models.with_present_head(record.arch, model) if is_timms else record.arch
     # `identify` compares the model with each architecture after the plan is applied to it.
     return zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan.steps))
 

@@ -506,3 +506,24 @@ def test_what_replaces_a_network_is_what_stands_alone(
     loaded = normswap.load(place).state_dict()
     for name, tensor in of_each_kind[after].state_dict().items():
         assert torch.equal(loaded[name], tensor)
+
+
+@pytest.mark.parametrize("classes", [0, 5])
+@pytest.mark.parametrize("to", [None, "skipinit", "groupnorm"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_head_that_it_got_since_is_saved_with_it(
+    to: str | None, classes: int, again: bool, tmp_path: Path
+) -> None:
+    """By timm's own method, also after it was loaded."""
+    model: Any = normswap.open("demo")
+    if to:
+        model = normswap.convert(model, to).model
+    if again:
+        model = normswap.load(normswap.save(model, tmp_path / "before"))
+    model.reset_classifier(classes)
+
+    loaded: Any = normswap.load(normswap.save(model, tmp_path / "net"))
+
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded(x), model.eval()(x))
+    assert loaded.num_classes == classes
