@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,15 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from normswap import reading
-from normswap.errors import SourceError, explained, first_line, printable, quiet, spelled
+from normswap.errors import (
+    SourceError,
+    WeightsNote,
+    explained,
+    first_line,
+    printable,
+    quiet,
+    spelled,
+)
 from normswap.models import records
 from normswap.plan import Body
 
@@ -62,6 +71,8 @@ _OF_A_FILE = (
 TESTED = ("test_input_size", "test_crop_pct")
 # What timm's record says of an architecture, whatever its weights are.
 _OF_ARCHITECTURE = ("architecture", "fixed_input_size", *_STEM_AND_HEAD)
+# The least side for which the image processor of ConvNeXt does not keep an image's proportions.
+_SQUASHED_BY_CONVNEXT = 384
 RECORDED = (*_PREPROCESSING, *TESTED, *_STEM_AND_HEAD, *_TOP_LEVEL, "license")
 
 
@@ -432,6 +443,10 @@ def of_image_processor(stated: Cfg, model: nn.Module, origin: str = "the network
         records.ImageProcessor, stated, f"{origin}: preprocessor_config.json"
     )
 
+    if processor.do_flip_channel_order:
+        note = f"{origin} takes BGR images, which no record says: exchange red and blue in yours"
+        warnings.warn(note, WeightsNote, stacklevel=2)
+
     config: Any = model.config
     channels = getattr(config, "num_channels", 3)
     preprocessing = {
@@ -465,8 +480,11 @@ def _resizing(processor: records.ImageProcessor, config: object, channels: int) 
     if size is not None:
         # Resizing to height and width, without a crop, does not keep the image's proportions.
         squashes = crop is None and isinstance(processor.size, dict) and "height" in processor.size
+        # So does the processor of ConvNeXt for large images.
+        is_convnext = (processor.image_processor_type or "").startswith("ConvNext")
+        squashes |= is_convnext and min(size) >= _SQUASHED_BY_CONVNEXT
         resizing["crop_mode"] = "squash" if squashes else "center"
-        resizing["crop_pct"] = processor.crop_pct or 1.0
+        resizing["crop_pct"] = 1.0 if squashes else processor.crop_pct or 1.0
         if crop is not None:
             resizing["crop_pct"] = crop_share(min(crop), min(size))
     if isinstance(processor.resample, int) and processor.resample in _INTERPOLATIONS:
@@ -477,18 +495,38 @@ def _resizing(processor: records.ImageProcessor, config: object, channels: int) 
 def _normalizing(processor: records.ImageProcessor, channels: int) -> Cfg:
     """Return timm's entries `mean` and `std`, one value per channel, as far as they are stated.
 
+    timm's are those of pixels in 0..1. The processor's hold after it has scaled pixels of 0..255.
+
     Args:
         processor: What a preprocessor_config.json of transformers says.
         channels: The number of the network's input channels.
     """
-    # None means that the file does not say it. Then the mean and deviation that it states hold.
-    if processor.do_normalize is False:
-        return {"mean": [0.0] * channels, "std": [1.0] * channels}
+    # None means that the file does not say it. Then the mean and deviation that it states hold. But
+    # the processors that know another order of channels have no normalization, and neither has a
+    # file that says how pixels are scaled, and nothing of a mean.
+    is_normalized = processor.do_normalize
+    if is_normalized is None:
+        has_mean = processor.image_mean is not None or processor.do_rescale is None
+        is_normalized = has_mean and processor.do_flip_channel_order is None
+    stated = {"mean": processor.image_mean, "std": processor.image_std}
+    if not is_normalized:
+        stated = {"mean": [0.0] * channels, "std": [1.0] * channels}
 
+    factor = 255.0
+    if processor.do_rescale is not False:
+        factor *= processor.rescale_factor or 1 / 255
+    # 255 / 255 may be 1 but for rounding.
+    factor = 1.0 if math.isclose(factor, 1.0) else factor
     normalizing: Cfg = {}
-    for word, values in (("mean", processor.image_mean), ("std", processor.image_std)):
-        if isinstance(values, list) and len(values) == channels:
-            normalizing[word] = [float(value) for value in values]
+    for word, values in stated.items():
+        if not isinstance(values, list) or len(values) != channels:
+            continue
+        if word == "mean" and processor.rescale_offset:
+            values = [value + 1 for value in values]
+        if word == "std" and processor.include_top and isinstance(processor.image_std, list):
+            again = processor.image_std
+            values = [value * other for value, other in zip(values, again, strict=True)]
+        normalizing[word] = [float(value) / factor for value in values]
     return normalizing
 
 

@@ -127,9 +127,17 @@ class LayoutOfTimm(_OfOthers):
 class ImageProcessor(_OfOthers):
     """The keys of a preprocessor_config.json of transformers that normswap reads."""
 
+    image_processor_type: Word | None = None
     do_center_crop: bool | None = True
     do_resize: bool | None = True
     do_normalize: bool | None = None
+    # A pixel of 0..255 is multiplied by `rescale_factor`. Then 1 is subtracted if there is a
+    # `rescale_offset`. With `include_top` a normalized image is divided by `image_std` once more.
+    do_rescale: bool | None = None
+    rescale_factor: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    rescale_offset: bool | None = None
+    include_top: bool | None = None
+    do_flip_channel_order: bool | None = None
     crop_size: Sides | None = None
     size: Sides | None = None
     crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None

@@ -65,9 +65,12 @@ def build(name: str, request: BuildRequest) -> Built:
         load_into(model, state, place, {})
         return model
 
-    # Ultralytics writes the license into each of its files.
+    # A classifier (`-cls`) is trained on smaller images than the others. Ultralytics writes the
+    # license into each of its files.
+    is_classifier = "-cls" in description
+    side = 224 if is_classifier else 640
     cfg: Cfg = {
-        "input_size": [3, 640, 640],
+        "input_size": [3, side, side],
         "mean": [0.0] * 3,
         "std": [1.0] * 3,
         "license": "agpl-3.0",
@@ -75,9 +78,9 @@ def build(name: str, request: BuildRequest) -> Built:
     cfg |= {
         "interpolation": "bilinear",
         "crop_pct": 1.0,
-        # A classifier (`-cls`) sees the centre of an image. Other networks see the whole image,
-        # with a border around it.
-        "crop_mode": "center" if "-cls" in description else "border",
+        # A classifier sees the centre of an image. Other networks see the whole image, with a
+        # border around it.
+        "crop_mode": "center" if is_classifier else "border",
     }
     return Built(model, arch, f"ultralytics:{place}", cfg, filled)
 

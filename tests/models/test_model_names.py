@@ -23,7 +23,7 @@ from torch import nn
 import normswap
 from normswap import provenance
 from normswap.cli.app import main
-from normswap.errors import OptionError, SourceError
+from normswap.errors import OptionError, SourceError, WeightsNote
 from normswap.models import hub, kinds, network_input, zoo
 from normswap.plan import Arch
 from normswap.storage import checkpoint
@@ -542,6 +542,61 @@ def test_timm_resizes_as_the_others_do(crop: int, resize: int) -> None:
 def test_image_processors(stated: dict[str, Any], seen: dict[str, Any]) -> None:
     model: Any = SimpleNamespace(config=SimpleNamespace(num_channels=3, image_size=32))
     assert hub.of_image_processor(stated, model) == seen
+
+
+# Image processors of transformers that do more than subtract a mean and divide by a deviation.
+STATISTICS: dict[str, Any] = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
+SIDES = {"height": 24, "width": 24}
+VIT = "ViTImageProcessor"
+EFFICIENTNET = "EfficientNetImageProcessor"
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "as usual": (VIT, {**STATISTICS, "size": SIDES}),
+    "another factor": (VIT, {**STATISTICS, "rescale_factor": 1 / 127.5, "size": SIDES}),
+    "not scaled": (VIT, {**STATISTICS, "do_rescale": False, "size": SIDES}),
+    "divided twice": (EFFICIENTNET, {**STATISTICS, "size": SIDES}),
+    "divided once": (EFFICIENTNET, {**STATISTICS, "include_top": False, "size": SIDES}),
+    "an offset": (
+        EFFICIENTNET,
+        {**STATISTICS, "rescale_factor": 1 / 127.5, "rescale_offset": True, "size": SIDES},
+    ),
+    "not normalized": (
+        "MobileViTImageProcessor",
+        {"size": SIDES, "do_center_crop": False, "do_flip_channel_order": False},
+    ),
+    "squashed": ("ConvNextImageProcessor", {**STATISTICS, "size": {"shortest_edge": 384}}),
+}
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_an_image_is_prepared_as_its_processor_prepares_it(case: str, tmp_path: Path) -> None:
+    """The processor itself says what the pixels become."""
+    import transformers
+
+    name, options = PROCESSORS[case]
+    processor = getattr(transformers, name)(**options)
+    processor.save_pretrained(tmp_path)
+    stated = json.loads((tmp_path / "preprocessor_config.json").read_text(encoding="utf-8"))
+    model: Any = SimpleNamespace(config=SimpleNamespace(num_channels=3, image_size=24))
+
+    seen = hub.of_image_processor(stated, model)
+
+    side = seen["input_size"][1]
+    # Where proportions are not kept, the image is wider than high, and of one colour a row.
+    pixels = torch.randint(256, (side, 1, 3)).expand(side, 2 * side, 3).to(torch.uint8)
+    if seen["crop_mode"] != "squash":
+        pixels = torch.randint(256, (side, side, 3)).to(torch.uint8)
+    image = Image.fromarray(pixels.numpy())
+    expected = processor(image, return_tensors="pt")["pixel_values"][0].double()
+    own = pixels[:, :side].permute(2, 0, 1) / 255.0
+    mean, std = (torch.tensor(seen[key]).view(3, 1, 1) for key in ("mean", "std"))
+    assert expected.shape == own.shape
+    assert ((own - mean) / std - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_that_a_network_takes_bgr_is_said() -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(num_channels=3, image_size=32))
+    with pytest.warns(WeightsNote, match="BGR"):
+        hub.of_image_processor({"do_flip_channel_order": True}, model)
 
 
 @pytest.mark.parametrize(

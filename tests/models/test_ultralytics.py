@@ -104,7 +104,7 @@ def test_a_classifier_sees_the_centre_of_an_image(tmp_path: Path) -> None:
     built = opened(str(file), trained=True)
 
     assert built.arch.name == "yolo11n-cls.yaml"
-    assert built.preprocessing == {**IMAGES, "crop_mode": "center"}
+    assert built.preprocessing == {**IMAGES, "input_size": [3, 224, 224], "crop_mode": "center"}
 
 
 def test_the_users_number_of_classes_goes_before_the_files(tmp_path: Path) -> None:
