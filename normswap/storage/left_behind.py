@@ -62,6 +62,28 @@ class Claim:
         _own_folders.discard(self._folder)
 
 
+def lock(file: Path) -> int | None:
+    """Lock a file, which is made if it is missing, and return its descriptor. Closing it unlocks.
+
+    The result is None if a living process has locked it. On Windows, and where the file system has
+    no locks, nothing is locked.
+
+    Raises:
+        OSError: The file cannot be opened, or is a link.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(file, flags, 0o600)
+    if sys.platform != "win32":
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(descriptor)
+            return None
+        except OSError:
+            pass
+    return descriptor
+
+
 def remove(folder: Path) -> None:
     """Remove a folder in which files were written, and ignore what cannot be removed.
 

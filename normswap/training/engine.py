@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -146,7 +147,8 @@ def finetune(
 
     # Each update sets torch's seed, so the caller's random state is put back at the end.
     random_state = torch.get_rng_state()
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.set_rng_state, random_state)
         # Open the network, then the images. A `Subject` is the network that is trained, with the
         # module that it was before the recipe's conversion.
         subject = begin(model, recipe)
@@ -159,8 +161,11 @@ def finetune(
 
         # Check the folder, then convert the network, and say what the user should know.
         folder = Folder(Path(out), identify(subject.source, recipe, images.digest))
-        if resume is None and engine.is_main_process:
-            folder.check_new()
+        if engine.is_main_process:
+            if resume is None or not folder.state.is_file():
+                folder.check_new()
+            folder.hold()
+            stack.callback(folder.release)
         # A fit may take minutes before the first update. Its pace is said, and is no note.
         pace = None
         if say is not None and engine.is_main_process:
@@ -186,8 +191,6 @@ def finetune(
         with stop_on_request() as stop:
             finished = run.train(stop)
         engine.end_training()
-    finally:
-        torch.set_rng_state(random_state)
 
     return Result(
         best=folder.best,

@@ -16,7 +16,9 @@ import csv
 import hashlib
 import io
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -51,6 +53,8 @@ Row = dict[str, float | None]
 TRACKERS = "trackers"
 # The names that a run makes in its folder. True stands for a directory, False for a file.
 _STATE = "state"
+# In the folder of the state: the file that is locked while a run goes on.
+_LOCK = ".normswap"
 _RECIPE = "recipe.yaml"
 _NAMES = {
     _STATE: True,
@@ -129,6 +133,42 @@ class Folder:
         self.metrics = place / "metrics.csv"
         self.recipe = place / _RECIPE
         self.state = place / _STATE / "run.pt"
+        # The descriptor of the file that is locked while a run goes on here, and the folders that
+        # were made for it.
+        self._lock: int | None = None
+        self._made: list[Path] = []
+
+    def hold(self) -> None:
+        """Keep other processes from training in the folder, until `release` is called.
+
+        Raises:
+            OutputError: Another process trains there, or the folder cannot be made.
+        """
+        folder = self.state.parent
+        self._made = [path for path in (folder, self.place) if not path.exists()]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = left_behind.lock(folder / _LOCK)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write to {self.place}", error.strerror or str(error)
+            ) from None
+        if self._lock is None:
+            raise OutputError(
+                f"a run is going on in {self.place}",
+                remedy="Wait for its end, or give another folder",
+            )
+
+    def release(self) -> None:
+        """Let other processes train in the folder. It is removed if nothing was written into it."""
+        if self._lock is None:
+            return
+        (self.state.parent / _LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = None
+        with suppress(OSError):
+            for path in self._made:
+                path.rmdir()
 
     def check_new(self) -> None:
         """Raise OutputError if the folder holds anything that a new run must not overwrite.
@@ -234,7 +274,8 @@ class Folder:
         if not folder.is_dir():
             return None
         for path in sorted(folder.iterdir()):
-            if not left_behind.is_unfinished(path, self.state):
+            is_lock = path.name == _LOCK and not path.is_symlink()
+            if not (is_lock or left_behind.is_unfinished(path, self.state)):
                 return f"{folder.name}/{path.name}"
         return None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ import pytest
 import torch
 from support.small_trainings import made, network, recipe, train, weights, write_images
 
-from normswap.errors import LeftBehindNote, OptionError, OutputError
+from normswap.errors import LeftBehindNote, NormswapError, OptionError, OutputError
 from normswap.models import preprocessing
 from normswap.models.stated_images import Preprocessing
 from normswap.training import recipe_files
@@ -377,3 +379,54 @@ def test_a_state_that_knew_fewer_keys_had_their_defaults(tmp_path: Path) -> None
     assert position == POSITION
     with pytest.raises(OptionError, match=r"train\.bce was False, is True"):
         Folder(folder.place, {**whole, "train.bce": True}).read_state()
+
+
+_SECOND = """
+import sys
+from pathlib import Path
+from normswap.errors import OutputError
+from normswap.training.run_folder import Folder
+try:
+    Folder(Path(sys.argv[1]), {}).hold()
+except OutputError as error:
+    print(error)
+else:
+    print("held")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is locked there")
+def test_one_process_trains_in_a_folder_at_a_time(tmp_path: Path) -> None:
+    """Also before it has written its first state: a conversion may take minutes."""
+    place = tmp_path / "run"
+
+    def second() -> str:
+        command = [sys.executable, "-c", _SECOND, str(place)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    folder = Folder(place, {})
+    folder.hold()
+    assert f"a run is going on in {place}" in second()
+
+    folder.release()
+    assert not place.exists(), "nothing was written, and nothing stays"
+    # A process that is killed loses its lock. What it leaves stands in nobody's way.
+    assert "held" in second()
+    assert (place / "state" / ".normswap").is_file()
+    Folder(place, {}).check_new()
+    assert "held" in second()
+
+
+def test_a_run_that_fails_before_it_begins_leaves_an_empty_folder_as_it_was(
+    images: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    plan = recipe(images, convert={"to": "rmsnorm"}, **SHORT)
+    with pytest.raises(NormswapError):
+        train(network(), plan, tmp_path / "run")
+    assert [*tmp_path.joinpath("run").iterdir()] == []
+
+
+def test_nothing_is_locked_after_a_run(images: Path, tmp_path: Path) -> None:
+    train(network(), plan_of(images), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["run.pt"]
