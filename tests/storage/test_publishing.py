@@ -500,6 +500,20 @@ BASES = {
 }
 
 
+def test_the_card_of_weights_of_timms_names_the_repository_that_timm_loads_them_from() -> None:
+    """Authors keep some in repositories of their own, and some are not on the hub."""
+    elsewhere = 0
+    for name in timm.list_models(pretrained=True):
+        cfg: Any = timm.get_pretrained_cfg(name)
+        base = model_card.base_model(Provenance(Arch(name.partition(".")[0]), name, "ab12"))
+        assert base == (cfg.hf_hub_id or None)
+        elsewhere += base != f"timm/{name}"
+
+    assert elsewhere > 0
+    unknown = Provenance(Arch("resnet18"), "resnet18.of_a_later_timm", "ab12")
+    assert model_card.base_model(unknown) == "timm/resnet18.of_a_later_timm"
+
+
 @pytest.mark.parametrize("source", BASES)
 def test_the_card_names_the_repository_of_the_source_and_no_path(source: str) -> None:
     record = Provenance(Arch("resnet18"), source, "ab12", {"license": "apache-2.0"})
