@@ -71,6 +71,21 @@ def without_copies(call: Example, seen: set[bytes], *, whole: bool = False) -> E
     return call.take(torch.tensor(is_new))
 
 
+def count_without_copies(call: Example, seen: set[bytes]) -> int:
+    """Return how many samples of a call are no copies: of one that was seen, or of one another.
+
+    Args:
+        call: The call. If it cannot be split into samples, all of them are counted.
+        seen: The hashes of the samples that were seen. Those of this call are added, in place.
+    """
+    of_samples = hashes(call)
+    if not of_samples:
+        return call.count
+    before = len(seen)
+    seen.update(of_samples)
+    return len(seen) - before
+
+
 def checked(model: nn.Module, batches: Iterable[object]) -> Iterator[Example]:
     """Yield the batches as calls of the network. Each batch is read once.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.calibration.checked_batches import checked, run
+from normswap.calibration.checked_batches import checked, count_without_copies, run
 from normswap.errors import RefusedError, SourceError, VerificationError
 from normswap.models.modes import Progress, evaluating, hooked
 from normswap.sites.site import Site, sites_of
@@ -29,6 +29,9 @@ from normswap.sites.site import Site, sites_of
 # channel. Of each norm the median channel counts. With 2 to 8 images, four trained networks lost 2
 # to 20 points of top-1 above this error, and 0 to 4 below it.
 MOST_ERROR = 0.3
+# Copies are looked for among the first images, until so many different ones were found. With more
+# of them, the error is far below `MOST_ERROR`.
+_ENOUGH = 512
 _MISFIT = "the network does not run on these images as in training"
 
 # For each norm, by its path: three sums over images (3, C) in float64, and the number of images.
@@ -93,7 +96,7 @@ def estimate_population(
             value per channel is left out, if there are others.
         progress: Called with the number of batches that are done, and the number of all batches.
         most_error: The largest allowed standard error of a channel's mean, in deviations
-            (`MOST_ERROR`). Any error is allowed by default.
+            (`MOST_ERROR`). Copies of an image count as one. Any error is allowed by default.
 
     Returns:
         A note that says how many norms and images there were.
@@ -106,10 +109,13 @@ def estimate_population(
     norms = norms_of(model)
     total = operator.length_hint(batches)
 
-    # The numbers of batches, of images in them, and of images in batches that were left out because
-    # a norm sees one value per channel there. `unusable` is the error of the first of the latter.
+    # The numbers of batches, of images in them, of different ones among these, and of images in
+    # batches that were left out because a norm sees one value per channel there. `unusable` is the
+    # error of the first of the latter.
     count = 0
     images = 0
+    different = 0
+    seen: set[bytes] = set()
     left_out = 0
     unusable: _OneValueError | None = None
     sums: _Sums = {}
@@ -127,6 +133,10 @@ def estimate_population(
             _add(sums, sums_of_batch)
             count += 1
             images += example.count
+            if math.isfinite(most_error) and different < _ENOUGH:
+                different += count_without_copies(example, seen)
+            else:
+                different += example.count
             if progress is not None:
                 progress(count, total)
 
@@ -135,7 +145,7 @@ def estimate_population(
     if not count:
         raise SourceError("0 calibration images", "at least one is needed")
 
-    _set_statistics(norms, sums, images, most_error)
+    _set_statistics(norms, sums, different, most_error)
     note = f"{len(norms)} norms, {images} images in {count} batches"
     if left_out:
         note += f"; {left_out} images in batches that give one value per channel are left out"
@@ -149,7 +159,7 @@ def _set_statistics(norms: Mapping[str, Site], sums: _Sums, images: int, most_er
     Args:
         norms: The norms, by path.
         sums: The sums of each norm, by its path.
-        images: The number of images.
+        images: The number of different images.
         most_error: The largest allowed standard error of a channel's mean, in deviations.
 
     Raises:
@@ -190,11 +200,11 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
     Args:
         path: The path of the norm.
         moments: Mean, variance and mean square of the images' means, (3, C).
-        count: The number of images N.
+        count: The number of different images N.
         most: The largest allowed standard error, in deviations.
     """
     if count < 2 and math.isfinite(most):
-        why = f"how far the mean of {path} is off is not known from one image"
+        why = f"how far the mean of {path} is off is not known from one image, or copies of it"
         raise SourceError("1 image is too few", why)
 
     # The variance of the images' means is E[mean^2] - E[mean]^2, and that of their average is
@@ -214,7 +224,7 @@ def _require_enough(path: str, moments: Tensor, count: int, most: float) -> None
             f"Give {math.ceil(count * (error / most) ** 2)} or more; then 'normswap verify OUTPUT"
             " --data OTHERS' measures on other images what is kept"
         )
-        raise SourceError(f"{count} images are too few", why, remedy)
+        raise SourceError(f"{count} different images are too few", why, remedy)
 
 
 @contextmanager

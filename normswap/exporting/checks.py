@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normswap.errors import OptionError, VerificationError, WrongResultError, explained
+from normswap.errors import (
+    NormswapError,
+    OptionError,
+    VerificationError,
+    WrongResultError,
+    explained,
+)
 from normswap.exporting.exported_module import first_missing
 from normswap.exporting.formats import Runs
 from normswap.exporting.signature import Signature, together
@@ -157,6 +163,7 @@ class Reference:
             is. None where the precision is float32, or the rounding is not measured.
         anatomy: What is known of the source's layers (`graph.anatomy`), by which scores of classes
             are told from other outputs. None where the source cannot be traced.
+        dynamic_batch: Whether the file takes any number of samples at a time.
         unfolded: Returns a context manager, which yields a file of the source without folded
             layers, in its runtime. It is called where the file's answers are nearly zero and wrong.
             None if such a file is not compared.
@@ -168,6 +175,7 @@ class Reference:
     raw: Callable[[Tensor], Tensor] = lambda images: images
     rounded: Runs | None = None
     anatomy: Anatomy | None = None
+    dynamic_batch: bool = False
     unfolded: Callable[[], AbstractContextManager[Runs]] | None = None
 
     def expected(self, answers: Outputs) -> Outputs:
@@ -227,14 +235,15 @@ def check(
         VerificationError: The file computes something else, does not run, gives another number of
             tensors, or answers every image alike, so that nothing proves it.
     """
-    compared = _Compared(reference, dtype)
+    compared = _Compared(reference, runs, dtype, what)
     for batch, labels in batches:
-        compared.add(runs, together(batch), labels, what)
+        compared.add(together(batch), labels)
     if compared.first is None:
         raise OptionError("no images to check the file on")
 
     figures = compared.figures(described)
-    figures = _with_first_wrong_layer(figures, reference, inside, compared.first, dtype)
+    example = compared.with_other_values or compared.first
+    figures = _with_first_wrong_layer(figures, reference, inside, example, dtype)
 
     # Near zero, a runtime may be inexact without any mistake in the file. So another file is
     # written, of the network without folding. The error may be a multiple of the error of that file
@@ -316,11 +325,17 @@ class _Compared:
 
     Args:
         reference: The network, and how the file's inputs and outputs differ from the network's.
+        runs: The file in its runtime.
         dtype: The precision of the file.
+        what: The name of the file in errors.
 
     Attributes:
         first: The call of the first batch, or None before it.
+        with_other_values: A call on changed values of the first batch, on which both were run, too.
+            None if the given batches tell enough.
         distances: How far the file is from the network, over all batches.
+        of_other_values: By output, how far the file is from the network on changed values. Empty
+            where these were not compared.
         rounding: By output, how far the network moves if its numbers are rounded to the file's
             precision, on the first batches.
         peaks: By output, the largest absolute value of the source's scores.
@@ -328,37 +343,39 @@ class _Compared:
         hits: By output, for how many images the top class is the label.
         changes: By output, the largest relative L2 distance between two samples. It shows whether
             the output depends on the input at all.
+        changes_in_batch: By output, the largest distance between two samples of one batch.
         expected: The right answers of the file to the first batch: `outputs`, or their softmax.
         of_samples: The names of the outputs that had a row for each sample in every batch.
         inputs: The inputs of the first batches, with about `_KEPT` samples in all.
     """
 
-    def __init__(self, reference: Reference, dtype: str) -> None:
+    def __init__(self, reference: Reference, runs: Runs, dtype: str, what: str) -> None:
         self.reference = reference
+        self.runs = runs
         self.dtype = dtype
+        self.what = what
         self.first: Example | None = None
+        self.with_other_values: Example | None = None
         # A file gives float32, whatever its own precision.
         self.distances = OutputDistances("float32", anatomy=reference.anatomy)
+        self.of_other_values: dict[str, Distance] = {}
         names = reference.signature.outputs
         self.rounding = {name: Distance() for name in names}
         self.peaks = dict.fromkeys(names, 0.0)
         self.outputs: Outputs = {}
         self.hits = {name: _Hits() for name in names}
         self.changes = dict.fromkeys(names, 0.0)
+        self.changes_in_batch = dict.fromkeys(names, 0.0)
         self.expected: Outputs = {}
         self.of_samples = set(names)
         self.inputs: list[tuple[Tensor, ...]] = []
 
-    def add(
-        self, runs: Runs, tensors: tuple[Tensor, ...], labels: Tensor | None, what: str
-    ) -> None:
+    def add(self, tensors: tuple[Tensor, ...], labels: Tensor | None) -> None:
         """Run the network and the file on a batch, and measure the distance of their answers.
 
         Args:
-            runs: The file in its runtime.
             tensors: The inputs.
             labels: The true classes (N,), or None.
-            what: The name of the file in errors.
         """
         reference = self.reference
         example = reference.signature.example(tensors)
@@ -373,11 +390,10 @@ class _Compared:
             raise OptionError(
                 "the network gives complex numbers or a sparse tensor", "files hold neither", remedy
             )
-        with explained(VerificationError, f"{what} does not run on {example}"):
-            values = reference.answers(runs, tensors)
+        values = self._of_file(tensors)
         if len(values) != len(answers):
             raise VerificationError(
-                f"{what} gives {len(values)} tensors", f"the network gives {len(answers)}"
+                f"{self.what} gives {len(values)} tensors", f"the network gives {len(answers)}"
             )
 
         # Compare their outputs.
@@ -385,13 +401,9 @@ class _Compared:
         actual = dict(zip(answers, values, strict=True))
         self._add_change(example, expected)
         self._add_rounding(tensors, expected)
+        self._add_peaks(answers)
         self.distances.add(example, expected, actual)
         for name, logits in answers.items():
-            if logits.numel():
-                # The score of a class that is masked out is -inf.
-                peak = logits.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
-                self.peaks[name] = max(self.peaks[name], float(peak))
-
             has_row_for_each_sample = logits.ndim > 0 and len(logits) == example.count
             if not has_row_for_each_sample:
                 self.of_samples.discard(name)
@@ -411,6 +423,31 @@ class _Compared:
         self.outputs = self.outputs or answers
         self.expected = self.expected or expected
 
+    def _of_file(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the file on the network's inputs, and return its outputs in order.
+
+        Args:
+            tensors: The inputs.
+
+        Raises:
+            VerificationError: The file does not run on them.
+        """
+        example = self.reference.signature.example(tensors)
+        with explained(VerificationError, f"{self.what} does not run on {example}"):
+            return self.reference.answers(self.runs, tensors)
+
+    def _add_peaks(self, answers: Outputs) -> None:
+        """Note the largest absolute value of each output of the network.
+
+        Args:
+            answers: The network's outputs by name.
+        """
+        for name, logits in answers.items():
+            if logits.numel():
+                # The score of a class that is masked out is -inf.
+                peak = logits.double().nan_to_num(0.0, 0.0, 0.0).abs().max()
+                self.peaks[name] = max(self.peaks[name], float(peak))
+
     def _add_change(self, example: Example, expected: Outputs) -> None:
         """Note how far each output moves between two samples of this batch, or of two batches.
 
@@ -423,6 +460,7 @@ class _Compared:
             if value.ndim and len(value) == example.count > 1:
                 moved = distance(value, value[:1].expand_as(value)).relative_l2
                 self.changes[name] = max(self.changes[name], moved)
+                self.changes_in_batch[name] = max(self.changes_in_batch[name], moved)
 
             # Compare the first samples of this batch and of the very first batch.
             first = self.expected.get(name, value)
@@ -445,38 +483,81 @@ class _Compared:
         if min(allowed.values()) >= allowance.PROVES_NOTHING:
             return f"rounding in {self.dtype} moves the output by as much as an error would"
 
-        def moves() -> bool:
-            return any(change > allowed[name] for name, change in self.changes.items())
-
-        # With a single sample, or if all samples have one output, the batches show no change. So
-        # the network is also run on a changed input.
-        if not moves():
-            self._change_the_input()
-        if not moves():
+        # With a single sample, or if all samples have one output, the batches show no change. The
+        # network was then also run on other values (`_compare_other_values`).
+        if not any(change > allowed[name] for name, change in self.changes.items()):
             return "every image gives the same numbers, up to rounding: nothing was compared"
         return ""
 
-    def _change_the_input(self) -> None:
-        """Run the network on a changed copy of the first batch, and note how far its outputs move.
+    def _is_too_alike(self, allowed: dict[str, float]) -> bool:
+        """Whether a file could pass although it is wrong for other samples than the given ones.
 
-        The distances replace those in `changes`.
+        If all samples have the same answer, a file that always gives that answer passes. If no
+        batch has two different answers, so does a file that gives every sample of a batch the
+        answer of the first one. A file in int8 does not claim to be right.
+
+        Args:
+            allowed: The relative L2 that is allowed, by output.
+        """
+        changes = self.changes_in_batch if self.reference.dynamic_batch else self.changes
+        return self.dtype != "int8" and all(changes[name] <= allowed[name] for name in changes)
+
+    def _compare_other_values(self) -> None:
+        """Run the network and the file on changed values of the first batch, and compare them.
+
+        A file that takes any number of samples gets these values and the first batch at once. The
+        samples are not counted, as they are not the user's.
         """
         assert self.first is not None
         reference = self.reference
-        moved: Outputs = {}
-        for other in running.with_other_values(self.first):
-            # The forward is the user's, and may raise anything for other numbers.
-            with suppress(Exception):
-                answers = reference.signature.answers(reference.source, tuple(other.tensors()))
-                moved = reference.expected(answers)
+        other = None
+        for changed in running.with_other_values(self.first):
+            # The forward is the user's, and may refuse other numbers.
+            with suppress(NormswapError):
+                moved = reference.signature.answers(reference.source, tuple(changed.tensors()))
+                other = changed
                 break
         # If it takes no others, and there are no samples to compare, every output counts as one
         # that depends on the input: its change is infinite.
-        if not moved and self.distances.count == 1:
-            self.changes = dict.fromkeys(self.changes, math.inf)
+        if other is None:
+            if self.distances.count == 1:
+                self.changes = dict.fromkeys(self.changes, math.inf)
+            return
 
-        for name, value in moved.items():
-            self.changes[name] = distance(self.expected[name], value).relative_l2
+        for name, value in reference.expected(moved).items():
+            change = distance(self.expected[name], value).relative_l2
+            self.changes[name] = max(self.changes[name], change)
+
+        if reference.dynamic_batch:
+            other = _joined(self.first, other) or other
+        tensors = tuple(other.tensors())
+        answers = reference.signature.answers(reference.source, tensors)
+        # What the network itself has no answer to is no test of the file. The score of a class that
+        # is masked out is -inf.
+        if not all(bool((value < math.inf).all()) for value in answers.values()):
+            return
+
+        self.with_other_values = other
+        self.inputs.append(tensors)
+        expected = reference.expected(answers)
+        self._add_rounding(tensors, expected)
+        self._add_peaks(answers)
+        for (name, value), actual in zip(expected.items(), self._of_file(tensors), strict=True):
+            self.of_other_values[name] = distance(value, actual)
+
+    def _error(self, name: str) -> float:
+        """Return the relative L2 distance of the file from the network at one output.
+
+        It is the one on changed values if that is larger. The two are not summed: among many
+        samples, the few of changed values would not count.
+
+        Args:
+            name: The name of the output.
+        """
+        measured = [self.distances.by_output[name]]
+        if name in self.of_other_values:
+            measured.append(self.of_other_values[name])
+        return max(distance.relative_l2 for distance in measured)
 
     def _add_rounding(self, tensors: tuple[Tensor, ...], expected: Outputs) -> None:
         """Measure how far rounding to the file's precision moves the outputs of the network.
@@ -509,10 +590,15 @@ class _Compared:
         def excess(name: str) -> float:
             # A ratio above 1 means that the error is too large. 1e-300 takes the place of an
             # allowed error of 0, by which nothing can be divided.
-            return by_output[name].relative_l2 / max(allowed_at[name], 1e-300)
+            return self._error(name) / max(allowed_at[name], 1e-300)
+
+        # A file that is wrong already needs no further test.
+        if max(map(excess, by_output)) <= 1 and self._is_too_alike(allowed_at):
+            self._compare_other_values()
+            allowed_at = {name: self._allowed(name) for name in by_output}
 
         worst = max(by_output, key=excess)
-        relative_l2 = by_output[worst].relative_l2
+        relative_l2 = self._error(worst)
         agreement, hits = self._answer_figures()
 
         # If the error is too large, the file is wrong, and a proof is out of the question.
@@ -597,10 +683,10 @@ class _Compared:
         Args:
             name: The name of the output.
         """
-        distance_of_file = self.distances.by_output[name]
         if self.dtype == "int8":
             # If the output is labels, the error is the share of labels that differ. Half as many
             # may differ as random guesses would get wrong. Any other output has a fixed limit.
+            distance_of_file = self.distances.by_output[name]
             return distance_of_file.of_guesses / 2 if distance_of_file.are_labels else _INT8
 
         base = allowance.FLOAT32_BASE
@@ -613,7 +699,7 @@ class _Compared:
         allowed = Allowance(self.dtype, base, cost, allowance.ROUNDING).most
         # Measuring how much this network enlarges rounding errors takes several runs of it. So it
         # is measured only if the error exceeds what every network is allowed.
-        if distance_of_file.relative_l2 <= allowed:
+        if self._error(name) <= allowed:
             return allowed
         return Allowance(self.dtype, allowed, self._own_change(name), allowance.STRAYING).most
 
@@ -729,6 +815,21 @@ class _Hits:
         if not self.labelled == count > 0:
             return None
         return 100 * self.right[who] / count
+
+
+def _joined(first: Example, second: Example) -> Example | None:
+    """Return one batch of the samples of two calls, or None if a tensor has no row per sample.
+
+    Args:
+        first: A call of a network.
+        second: The same call with other values.
+    """
+    tensors = first.tensors()
+    if first.listed or any(not tensor.ndim or len(tensor) != first.count for tensor in tensors):
+        return None
+    # `map` goes through the tensors of the first call in the order of `tensors`.
+    others = iter(second.tensors())
+    return first.map(lambda tensor: torch.cat([tensor, next(others)]))
 
 
 def split(batches: Iterable[Batch], *, singly: bool) -> Iterator[Batch]:

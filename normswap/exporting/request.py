@@ -299,7 +299,13 @@ class ExportRequest:
         with suppress(TraceError):
             anatomy = self.network.anatomy
         return checks.Reference(
-            self.source, self.signature, self.settings.softmax, self.raw, rounded, anatomy
+            source=self.source,
+            signature=self.signature,
+            softmax=self.settings.softmax,
+            raw=self.raw,
+            rounded=rounded,
+            anatomy=anatomy,
+            dynamic_batch=self.settings.dynamic_batch,
         )
 
     @cached_property

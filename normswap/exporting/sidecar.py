@@ -22,7 +22,7 @@ from normswap import provenance, reading
 from normswap.errors import SourceError
 from normswap.exporting.formats import sidecar_of
 from normswap.exporting.signature import INPUT, Signature
-from normswap.models import preprocessing, zoo
+from normswap.models import hub, preprocessing, zoo
 from normswap.models.records import (
     Deviations,
     ImageRecord,
@@ -247,7 +247,8 @@ def body(
     """
     # What the network's record states, and the usual values for what it does not state.
     stated = config(model)
-    labels = class_names(provenance.of(model).pretrained_cfg)
+    # A network that the user built with timm has timm's record alone.
+    record = provenance.of(model).pretrained_cfg or hub.unlicensed_record(model)
 
     # The crop keeps the share `crop_pct` of each side. So an image is first resized to the file's
     # size divided by `crop_pct`.
@@ -269,7 +270,7 @@ def body(
         # The names of values, such as "mean", that the network's record does not state. Above stand
         # usual values in their place.
         "assumed": list(preprocessing.assumed(model)),
-        "output": {"name": output, "dtype": "float32", "labels": labels},
+        "output": {"name": output, "dtype": "float32", "labels": class_names(record)},
     }
 
 

@@ -312,12 +312,21 @@ def read_config(file: Path, origin: str) -> tuple[str, Cfg, Cfg]:
 def own_cfg(model: nn.Module) -> Cfg:
     """Return timm's record of a network's weights and images, which timm has put on the network.
 
-    It is the network's attribute `pretrained_cfg`. The dict is empty if there is none.
+    It is the network's attribute `pretrained_cfg`. The dict is empty if there is none. The names of
+    classes are left out if the network has another number of classes, as after a new head.
     """
     cfg: object = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     if not isinstance(cfg, Mapping):
         return {}
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int) and cfg.get("num_classes", classes) != classes:
+        return _without_class_names(cfg)
     return dict(cfg)
+
+
+def _without_class_names(cfg: Mapping[str, Any]) -> Cfg:
+    """Return timm's record without the names and descriptions of classes."""
+    return {key: value for key, value in cfg.items() if not key.startswith("label_")}
 
 
 def of_architecture(model: nn.Module) -> Cfg:
@@ -336,16 +345,14 @@ def unlicensed_record(model: nn.Module) -> Cfg:
     The license is left out, because timm notes it on networks without trained weights, too. The
     record is empty if the network states none, or if its record cannot be read back.
     """
-    stated = records.image_record({**own_cfg(model), "license": None})
-    # Names of classes (`label_names`, `label_descriptions`) do not hold for another number of them.
     classes = getattr(model, "num_classes", None)
-    if stated and isinstance(classes, int) and classes != stated.get("num_classes"):
-        stated = {key: value for key, value in stated.items() if not key.startswith("label_")}
-        stated["num_classes"] = classes
-
+    # A record that was made in Python may hold what JSON has no word for, such as an array.
     try:
+        stated = records.image_record({**own_cfg(model), "license": None})
+        if stated and isinstance(classes, int):
+            stated["num_classes"] = classes
         records.checked(records.ImageRecord, stated, "the network's pretrained_cfg")
-    except SourceError:
+    except (SourceError, TypeError, ValueError):
         return {}
     return stated
 
@@ -394,8 +401,7 @@ def record(cfg: Cfg, kwargs: Body, model: nn.Module) -> Cfg:
     recorded = {key: cfg[key] for key in RECORDED if cfg.get(key) is not None}
     # Names of classes do not hold for a head with another number of them.
     if classes != recorded.get("num_classes"):
-        recorded = {key: value for key, value in recorded.items() if not key.startswith("label_")}
-        recorded["num_classes"] = classes
+        recorded = {**_without_class_names(recorded), "num_classes": classes}
 
     # The arguments may change the channels and the size that the record states.
     channels = kwargs.get("in_chans", recorded["input_size"][0])

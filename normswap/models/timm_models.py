@@ -89,6 +89,24 @@ def _registered(name: str) -> Cfg:
     return dict(cfg.to_dict()) if cfg else {}
 
 
+def repository(name: str) -> str | None:
+    """Return the hub's repository of trained weights, as owner/name, or None if they have none.
+
+    Most weights lie in `timm/NAME.TAG`, some in a repository of their authors, and some not on the
+    hub. For weights that this version of timm does not know, it is the first of these.
+
+    Args:
+        name: timm's name of the network, with the tag of its weights.
+    """
+    try:
+        cfg = get_pretrained_cfg(name)
+    except RuntimeError:
+        cfg = None
+    if cfg is None:
+        return f"timm/{name}"
+    return cfg.hf_hub_id or None
+
+
 def _looks_like_path(name: str) -> bool:
     """Return whether a text has a slash, backslash or colon, which no name in timm has."""
     return any(mark in name for mark in "/\\:")

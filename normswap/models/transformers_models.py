@@ -269,6 +269,12 @@ def _architecture(name: str, stated: Cfg, arguments: Cfg) -> Arch:
     if isinstance(class_names, list) and class_names and hasattr(transformers, str(class_names[0])):
         return Arch(class_names[0], kwargs, "transformers")
     # The config names no class of transformers, so AutoModel chooses one by the type of model.
+    if type(config) not in transformers.MODEL_MAPPING:
+        raise SourceError(
+            f"{name}: config.json names no class of transformers in 'architectures'",
+            f"AutoModel has none for {config.model_type}",
+            _NOT_RUN,
+        )
     model = make(name, transformers.AutoModel.from_config, {"config": config})
     return Arch(type(model).__name__, kwargs, "transformers")
 

@@ -9,7 +9,7 @@ from huggingface_hub.utils import yaml_dump
 
 from normswap import schemes
 from normswap.errors import printable
-from normswap.models import kinds
+from normswap.models import kinds, timm_models
 from normswap.plan import Step
 from normswap.proof.verdict import Report
 from normswap.provenance import Provenance
@@ -218,7 +218,7 @@ def base_model(record: Provenance) -> str | None:
     is_name_of_timm = (
         not prefix and record.arch is not None and record.arch.builder == "timm" and "." in place
     )
-    return f"timm/{place}" if is_name_of_timm else None
+    return timm_models.repository(place) if is_name_of_timm else None
 
 
 def _plain(text: str) -> str:

@@ -12,8 +12,8 @@ among these files is refused.
 import json
 import os
 import stat
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from normswap.surgery.verification import verify
 
 # What timm's `norm_layer` calls the norms that a conversion may end in.
 _NORM_LAYERS = ("groupnorm", "groupnorm1")
+_TOKEN = "It needs a token that may write: `hf auth login`, or HF_TOKEN"
 # A template of code that loads a folded network into timm's own class.
 _FOLDED = Path(__file__).with_name("folded_by_timm.txt")
 
@@ -94,10 +95,9 @@ def push(
     Raises:
         SourceError: The directory is damaged, or one of its files is a link.
         OptionError: `repo` is not the name of a repository, or the license is not known.
-        OutputError: The hub refuses it, or the repository is public.
+        OutputError: There is no token, the hub refuses it, or the repository is public.
     """
-    if repo.count("/") != 1:
-        raise OptionError(f"'{repo}' is not a name on the hub", remedy="Write it as owner/name")
+    check(directory, repo, license=license, private=private)
 
     # Read the directory. Nobody may change its files between the checks and the sending.
     folder = Path(directory)
@@ -135,6 +135,45 @@ def push(
     commit_message = message or f"{folder.resolve().name}, converted by normswap"
     url = _commit(repo, contents, commit_message, private=private)
     return Published(url=url, repo=repo, files=tuple(contents), alone=arguments is not None)
+
+
+def check(
+    directory: str | Path, repo: str, *, license: str | None = None, private: bool = False
+) -> None:
+    """Raise the error that `push` would end in for its arguments, before anything takes long.
+
+    The network is not built, and its tensors are not compared with their hashes.
+
+    Args:
+        directory: The network's directory.
+        repo: The repository, as owner/name.
+        license: The license of the weights. None if it is that of the network's source.
+        private: Whether the repository must be private.
+
+    Raises:
+        SourceError: The directory holds no network, or one of its files is a link.
+        OptionError: `repo` is not the name of a repository, or the license is not known.
+        OutputError: There is no token, or the repository is public.
+    """
+    remedy = "Write it as owner/name"
+    if repo.count("/") != 1:
+        raise OptionError(f"'{repo}' is not a name on the hub", remedy=remedy)
+    try:
+        client.utils.validate_repo_id(repo)
+    except client.errors.HFValidationError as error:
+        raise OptionError(f"'{repo}' is not a name on the hub", first_line(error), remedy) from None
+
+    folder = Path(directory)
+    _FilesOfSave(folder)
+    header = checkpoint.read_header(folder)
+    if license is None:
+        source = provenance.Provenance(header.arch, header.source, header.sha256, header.images)
+        _license_of_source(source, folder)
+
+    if client.get_token() is None:
+        raise OutputError(f"cannot push to {repo}", "this machine has no token", _TOKEN)
+    if private:
+        _check_not_public(repo)
 
 
 class _FilesOfSave:
@@ -251,27 +290,29 @@ def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: 
         repo: The repository, as owner/name. It is made if it does not exist.
         contents: The contents of the files, by their names.
         message: The message of the commit.
-        private: Whether the repository must be private.
+        private: Whether the repository is private if it is made.
 
     Raises:
-        OutputError: The hub refuses the commit, or the repository is public and must be private.
+        OutputError: The hub refuses the commit.
     """
     operations = [client.CommitOperationAdd(name, content) for name, content in contents.items()]
     api = client.HfApi()
+    with _explained(repo):
+        api.create_repo(repo, private=private, exist_ok=True)
+        commit = api.create_commit(repo, operations, commit_message=message)
+    return str(commit.commit_url)
 
+
+@contextmanager
+def _explained(repo: str) -> Iterator[None]:
+    """In a `with` block that asks the hub, raise OutputError for any error, with the remedy.
+
+    Args:
+        repo: The repository that is asked for, as owner/name.
+    """
     try:
         with quiet():
-            if private:
-                _check_not_public(api, repo)
-            api.create_repo(repo, private=private, exist_ok=True)
-            commit = api.create_commit(repo, operations, commit_message=message)
-    # Our own errors are sentences for the user already.
-    except NormswapError:
-        raise
-    except client.errors.HFValidationError as error:
-        raise OutputError(
-            f"'{repo}' is not a name on the hub", first_line(error), "Write it as owner/name"
-        ) from None
+            yield
     # The client raises its own errors, or its HTTP library's, or the system's.
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -280,23 +321,25 @@ def _commit(repo: str, contents: Mapping[str, bytes], message: str, *, private: 
         if status is None:
             why = f"{hub.endpoint()}: {first_line(error)}"
         elif status in (401, 403):
-            remedy = "It needs a token that may write: `hf auth login`, or HF_TOKEN"
+            remedy = _TOKEN
         raise OutputError(f"cannot push to {repo}", why, remedy) from None
-    return str(commit.commit_url)
 
 
-def _check_not_public(api: client.HfApi, repo: str) -> None:
+def _check_not_public(repo: str) -> None:
     """Raise OutputError if a repository exists and is public, because it would stay public.
 
     Args:
-        api: The client of the hub.
         repo: The repository, as owner/name.
+
+    Raises:
+        OutputError: It is public, or the hub does not answer.
     """
-    try:
-        found = api.repo_info(repo)
-    except client.errors.RepositoryNotFoundError:
-        return
-    if not found.private:
+    with _explained(repo):
+        try:
+            is_public = not client.HfApi().repo_info(repo).private
+        except client.errors.RepositoryNotFoundError:
+            is_public = False
+    if is_public:
         remedy = f"Make it private on {hub.endpoint()}, or give another name"
         raise OutputError(f"{repo} is there already, and public", remedy=remedy)
 

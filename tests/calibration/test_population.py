@@ -237,11 +237,16 @@ def test_too_few_images_are_refused_by_their_own_sampling_error() -> None:
     torch.manual_seed(0)
     flat = nn.Sequential(nn.Conv2d(3, 64, 32), nn.BatchNorm2d(64)).eval()
     few, many = (torch.randn(count, *SIZE) for count in (8, 14))
-    with pytest.raises(
-        SourceError, match=r"8 images are too few: at 1 .* 0\.3[3-6] deviations.*Give 1[0-3] or"
-    ):
+    error = r"8 different images are too few: at 1 .* 0\.3[3-6] deviations.*Give 1[0-3] or"
+    with pytest.raises(SourceError, match=error):
         recalibrate(flat, [few], input_size=SIZE)
     assert "14 images" in recalibrate(flat, [many], input_size=SIZE).notes[0]
+    # Copies are no evidence, wherever they stand.
+    for batches in ([few] * 4, [few.repeat(4, 1, 1, 1)], [few.flip(0), few]):
+        with pytest.raises(SourceError, match="8 different images are too few: at 1 "):
+            recalibrate(flat, batches, input_size=SIZE)
+    with pytest.raises(SourceError, match="1 image is too few"):
+        recalibrate(flat, [few[:1].repeat(9, 1, 1, 1)] * 3, input_size=SIZE)
 
 
 @pytest.mark.parametrize("flat", [2, 3])

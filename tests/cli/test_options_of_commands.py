@@ -32,6 +32,7 @@ from normswap.cli.app import load, main
 from normswap.cli.commands import SUMMARIES
 from normswap.cli.options import ImageOpening
 from normswap.copying import duplicate
+from normswap.images.accuracy import Evaluation
 from normswap.images.datasets import make_loader
 from normswap.storage import checkpoint
 from normswap.training.sweep import Objective, Sweep
@@ -63,10 +64,12 @@ ONCE = (
     "analysis.advice:advise",
     "analysis.block_signals:signal_propagation",
     "images.accuracy:classify",
+    "images.accuracy:evaluate",
     "images.datasets:make_loader",
     "storage.checkpoint:load",
     "storage.checkpoint:open_model",
     "storage.checkpoint:save",
+    "storage.publishing:check",
     "surgery.conversion:convert",
     "surgery.recalibration:changed_answers",
     "surgery.recalibration:recalibrate",
@@ -82,7 +85,6 @@ ENDS = (
     "benchmarking.timing:run",
     "diagnosis.doctor:diagnose",
     "exporting.exporter:export",
-    "images.accuracy:evaluate",
     "proof.compiling:compare_compiled",
     "reporting.report:collect",
     "storage.publishing:push",
@@ -209,12 +211,14 @@ def results() -> dict[str, Any]:
     network = small_network()
     converted = normswap.convert(network, "skipinit", inputs=torch.rand(2, 3, 8, 8))
     return {
+        "images.accuracy:evaluate": Evaluation(50.0, 90.0, 1.0, count=12, images_per_s=100.0),
         "images.datasets:make_loader": make_loader(
             network, "demo", samples=12, batch_size=6, workers=0
         ),
         "storage.checkpoint:load": converted.model,
         "storage.checkpoint:open_model": network,
         "storage.checkpoint:save": None,
+        "storage.publishing:check": None,
         "surgery.conversion:convert": converted,
         "surgery.recalibration:changed_answers": None,
         "surgery.recalibration:recalibrate": replace(converted, notes=("read",)),

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import normswap
 from normswap import provenance
-from normswap.errors import OutputError
+from normswap.errors import OutputError, VerificationError
 from normswap.exporting import checks, exported_file, formats, openvino_file, pt2_file, sidecar
 from normswap.exporting.exported_file import ExportedFile
 from normswap.exporting.exported_module import FileContents, Shipped
@@ -307,6 +307,29 @@ def test_a_file_of_any_batch_is_checked_at_two_sizes(
         tensor = given[0] if isinstance(given, tuple) else given
         found.append(len(tensor))
     assert found == (sizes if dynamic else [1] * sum(sizes))
+
+
+def test_a_file_that_answers_the_first_image_of_a_batch_alone_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the images that it is checked on come one by one."""
+    opened = pt2_file.open
+
+    def of_first_images(file: Path, **options: Any) -> Any:
+        runs = opened(file, **options)
+        return lambda images: runs(images)[:1].expand(len(images), -1)
+
+    monkeypatch.setattr(pt2_file, "open", of_first_images)
+    images = torch.rand(4, *SIZE).split(1)
+    model = small(**STATED)
+
+    alone = normswap.export(model, tmp_path / "one.pt2", images=images)
+    with pytest.raises(VerificationError, match="computes something else"):
+        normswap.export(model, tmp_path / "any.pt2", images=images, dynamic_batch=True)
+
+    assert alone.figures is not None
+    assert (alone.figures.verdict, alone.figures.count) == ("PROVED", 4)
+    assert not (tmp_path / "any.pt2").exists()
 
 
 # Quantization.

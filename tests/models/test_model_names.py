@@ -317,6 +317,22 @@ def test_a_stored_config_names_no_file_and_no_weights_to_fetch() -> None:
     }
 
 
+@pytest.mark.parametrize("named", [None, [], ["CodeOfTheRepository"], [3]])
+def test_a_config_without_a_class_that_nobody_can_choose_is_one_line(
+    named: object, here: Path
+) -> None:
+    backbone = {"model_type": "resnet", "hidden_sizes": [8, 8], "depths": [1, 1]}
+    config = {"model_type": "upernet", "backbone_config": backbone, "architectures": named}
+    (here / "net").mkdir()
+    (here / "net/config.json").write_text(json.dumps(config), encoding="utf-8")
+
+    with pytest.raises(SourceError) as caught:
+        zoo.open_source(f"hf:{here / 'net'}")
+
+    assert "architectures" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_names_of_classes_are_in_the_order_of_their_numbers(here: Path) -> None:
     """In a config.json they may be sorted as words: 0, 1, 10, 11, 2."""
     names = {number: f"class {number}" for number in range(12)}

@@ -289,23 +289,25 @@ def test_float64_decides_on_every_call_that_float32_cannot_judge() -> None:
 def figures_of(
     source: Forward,
     file: Callable[[Tensor], object],
-    rows: Tensor = ROWS,
-    *,
+    *given: Tensor,
     dtype: str = "fp32",
     outputs: tuple[str, ...] = ("a",),
     softmax: bool = False,
     rounded: Callable[[Tensor], object] | None = None,
     unfolded: Callable[[Tensor], object] | None = None,
+    dynamic_batch: bool = False,
 ) -> Figures:
+    """What is measured on `ROWS`, or on the given batches."""
     signature = Signature(Example((torch.empty(0),)), ("x",), outputs, whole=True)
     reference = Reference(Gives(source), signature, softmax)
+    reference = replace(reference, dynamic_batch=dynamic_batch)
     reference = replace(reference, rounded=rounded)  # type: ignore[arg-type]
     inside: Inside | None = None
     if unfolded is not None:
         context: Any = partial(nullcontext, unfolded)
         reference = replace(reference, unfolded=context)
         inside = partial(_inside, source, file)
-    batches: list[Batch] = [(rows, None)]
+    batches: list[Batch] = [(rows, None) for rows in given or [ROWS]]
     runs: Any = file
     return checks.check(reference, runs, batches, dtype=dtype, refuse=False, inside=inside)
 
@@ -384,6 +386,65 @@ def test_autocast_around_it_allows_a_file_nothing() -> None:
 
 def test_a_file_that_is_right_on_one_image_is_proved() -> None:
     assert figures_of(linear, lambda x: linear(x, WEIGHT), ROWS[:1]).verdict == "PROVED"
+
+
+def _that_remembers() -> Callable[[Tensor], Tensor]:
+    """A file that gives every row the answer of the first row that it ever had."""
+    memory: list[Tensor] = []
+
+    def file(x: Tensor) -> Tensor:
+        memory.append(linear(x, WEIGHT)[:1])
+        return memory[0].expand(len(x), -1)
+
+    return file
+
+
+def _of_first_rows(x: Tensor) -> Tensor:
+    """A file that gives each row of a batch the answer of the first."""
+    return linear(x, WEIGHT)[:1].expand(len(x), -1)
+
+
+MANY = torch.randn(64, 3, generator=torch.Generator().manual_seed(2))
+GIVEN: dict[str, tuple[Tensor, ...]] = {
+    "one row": (ROWS[:1],),
+    "copies of one row": (ROWS[:1], ROWS[:1].expand(6, 3)),
+    "two rows": ROWS[:2].split(1),
+    "many rows, one by one": MANY.split(1),
+    "batches of copies": tuple(row.expand(5, 3) for row in ROWS.split(1)),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("dynamic_batch", [False, True])
+def test_a_file_is_right_for_more_than_the_rows_that_are_given(
+    dynamic_batch: bool, given: str
+) -> None:
+    """Whatever these are, one answer for all rows, or for all of a batch, is noticed; and what is
+    tried beside them is not counted among them.
+    """
+    batches = GIVEN[given]
+
+    right = figures_of(linear, lambda x: linear(x, WEIGHT), *batches, dynamic_batch=dynamic_batch)
+    wrong = figures_of(linear, _that_remembers(), *batches, dynamic_batch=dynamic_batch)
+
+    assert (right.verdict, right.count) == ("PROVED", sum(map(len, batches)))
+    assert wrong.verdict == "WRONG"
+    if dynamic_batch:
+        mixed = figures_of(linear, _of_first_rows, *batches, dynamic_batch=True)
+        assert mixed.verdict == "WRONG"
+        assert mixed.relative_l2 > 0.2, "also where many rows are right"
+
+
+def test_a_file_is_held_to_no_answer_that_its_network_does_not_have() -> None:
+    """The roots of mirrored rows are no numbers, of which a file may make what it likes."""
+    row = torch.tensor([[3.0, 1.0, 0.0]])
+
+    def root(x: Tensor) -> Tensor:
+        return (x[:, :1] - x[:, 2:]).sqrt()
+
+    figures = figures_of(lambda x, w: root(x) * w.mean(), lambda x: root(x).nan_to_num(7.0), row)
+
+    assert (figures.verdict, figures.relative_l2) == ("PROVED", 0.0)
 
 
 def test_a_file_of_one_number_for_all_images_is_proved() -> None:

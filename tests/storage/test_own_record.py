@@ -5,9 +5,11 @@ license, papers.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 from safetensors.torch import save_file
@@ -15,6 +17,8 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 import normswap
+from normswap.exporting import sidecar
+from normswap.images.datasets import image_record
 from normswap.models import zoo
 from normswap.storage import checkpoint
 from normswap.storage.header import read_header
@@ -111,6 +115,43 @@ def test_a_network_built_by_timm_keeps_what_it_states(tmp_path: Path) -> None:
     assert size_of(timm.create_model("resnet18", **SMALL)) == [3, 288, 288]
     assert foreign_keys(loaded) == []
     assert loaded.pretrained_cfg["num_classes"] == 10
+
+
+@pytest.mark.parametrize("classes", [10, 3])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_names_of_classes_are_those_of_as_many_outputs(
+    is_saved: bool, classes: int, tmp_path: Path
+) -> None:
+    """A network that somebody built with timm has them in an exported file, too; and with a new
+    head it has none, where timm's record still has those of the weights.
+    """
+    names = [f"class{number}" for number in range(10)]
+    model = timm.create_model("resnet18", **SMALL).eval()
+    model.pretrained_cfg = {**model.pretrained_cfg, "num_classes": 10, "label_names": names}
+    model.reset_classifier(classes)
+    if is_saved:
+        model = normswap.load(checkpoint.save(model, tmp_path / "net"))
+
+    body = sidecar.body(model, (3, 64, 64), "logits", normalize=False, dynamic=False)
+
+    expected = names if classes == 10 else None
+    assert image_record(model)["num_classes"] == classes
+    assert image_record(model)["label_names"] == expected
+    assert body["output"]["labels"] == expected
+
+
+@pytest.mark.parametrize(
+    "unreadable", [{"interpolation": "by hand"}, {"mean": np.zeros(3)}, {"crop_pct": math.nan}]
+)
+def test_a_record_that_json_cannot_hold_is_no_obstacle(
+    unreadable: dict[str, object], tmp_path: Path
+) -> None:
+    model = timm.create_model("resnet18", **SMALL).eval()
+    model.pretrained_cfg = {**model.pretrained_cfg, **unreadable, "label_names": ["a"] * 10}
+
+    loaded = normswap.load(checkpoint.save(model, tmp_path / "net"))
+
+    assert normswap.verify(model, loaded).verdict == "PROVED"
 
 
 def test_a_record_that_cannot_be_read_back_is_left_out(tmp_path: Path) -> None:

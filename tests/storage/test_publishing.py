@@ -182,6 +182,46 @@ def test_what_the_hub_does_not_take_is_one_line(
     assert says in line
 
 
+MISTAKES: dict[str, tuple[str, list[str], str]] = {
+    "no owner": ("demo", [], "'demo' is not a name on the hub. Write it as owner/name"),
+    "a blank": ("a b/c", [], "'a b/c' is not a name on the hub"),
+    "a tag": ("me/small@v2", [], "'me/small@v2' is not a name on the hub"),
+    "a prefix": ("hf-hub:me/small", [], "'hf-hub:me/small' is not a name on the hub"),
+    "no license": ("me/small", [], "nobody knows the license"),
+    "no token": ("me/small", ["--license", "mit"], "a token that may write"),
+    "a public repository": ("me/open", ["--license", "mit", "--private"], "and public"),
+    "a link": ("me/small", ["--license", "mit"], "README.md is not published: it is a link"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_not_pushed_is_not_measured_before(
+    mistake: str,
+    source: nn.Module,
+    hub: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Top-1 on a set of images may take an hour."""
+    repo, options, says = MISTAKES[mistake]
+    normswap.save(normswap.convert(source, to="folded"), "out")
+    HfApi().create_repo("me/open")
+    there = {*hub}
+    if mistake == "no token":
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    if mistake == "a link":
+        _link_to_the_same(Path("out/README.md"))
+    measured: list[object] = []
+    monkeypatch.setattr(push_command, "_measured", lambda *args, **_: measured.append(args))
+
+    assert main(["push", "out", repo, "--data", "demo", *options]) == 2
+
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
+    assert measured == []
+    assert {*hub} == there
+
+
 def test_a_damaged_directory_is_not_pushed(
     source: nn.Module, hub: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -458,6 +498,20 @@ BASES = {
     "/home/me/net.pth": None,
     "demo": None,
 }
+
+
+def test_the_card_of_weights_of_timms_names_the_repository_that_timm_loads_them_from() -> None:
+    """Authors keep some in repositories of their own, and some are not on the hub."""
+    elsewhere = 0
+    for name in timm.list_models(pretrained=True):
+        cfg: Any = timm.get_pretrained_cfg(name)
+        base = model_card.base_model(Provenance(Arch(name.partition(".")[0]), name, "ab12"))
+        assert base == (cfg.hf_hub_id or None)
+        elsewhere += base != f"timm/{name}"
+
+    assert elsewhere > 0
+    unknown = Provenance(Arch("resnet18"), "resnet18.of_a_later_timm", "ab12")
+    assert model_card.base_model(unknown) == "timm/resnet18.of_a_later_timm"
 
 
 @pytest.mark.parametrize("source", BASES)

@@ -67,6 +67,7 @@ def reached(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Reached:
         asked.append(("load", told((args, keywords))))
         return model
 
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
     monkeypatch.setattr(publishing.client, "HfApi", Client)
     monkeypatch.setattr(publishing.checkpoint, "load", load)
     # Whether timm alone builds the network hangs on no keyword, and takes long.

@@ -248,6 +248,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
     for module in (constants, file_download):
         monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
 
 
 @contextmanager

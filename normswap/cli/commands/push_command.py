@@ -48,13 +48,18 @@ def run(
     `timm.create_model` loads it without normswap. With --data the card states top-1 on labelled
     images; of a dataset on the hub (`hfds/OWNER/NAME`) the hub is told, too.
     """
+    network_folder.check_no_run(directory)
     accuracy = None
     if images.data is not None:
+        with working(f"checking {directory}"):
+            from normswap.storage.publishing import check
+
+            # Measuring may take an hour, so whatever `push` would refuse is refused before.
+            check(directory, repo, license=license, private=private)
         accuracy = _measured(directory, images, trust_factory=trust_factory)
     with working(f"pushing {directory} to {repo}"):
         from normswap.storage.publishing import push
 
-        network_folder.check_no_run(directory)
         pushed = push(
             directory,
             repo,
