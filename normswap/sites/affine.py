@@ -264,10 +264,13 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     scale, shift = read_map(module)
 
     # t / s must stay below the largest number of `dtype`, and |s| above the smallest, each with a
-    # margin. float16, whose numbers end at 65504 and 6e-5, has no room for a wide one.
-    margin = 4 if dtype == torch.float16 else 1024
-    is_tiny = scale.abs() < torch.finfo(dtype).tiny * margin
-    overflows = shift.abs() > scale.abs() * (torch.finfo(dtype).max / margin)
+    # margin of 1024. float16 has no room for that: what a dead channel leaves out, s * x, must not
+    # be larger than rounding.
+    info = torch.finfo(dtype)
+    margin = min(1024, info.eps / info.tiny)
+    limit = info.max / margin
+    is_tiny = scale.abs() < info.tiny * margin
+    overflows = shift.abs() > scale.abs() * limit
     # A dead channel is the constant t, whatever x is.
     dead = is_tiny | overflows
 
