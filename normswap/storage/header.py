@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
@@ -324,6 +324,36 @@ def record_to_write(record: Mapping[str, object], file: Path) -> str:
         why = f"what is to be written could not be read again: {error.why or error}"
         raise OutputError(f"cannot write {file.name}", why) from None
     return text
+
+
+def without_folders(contents: bytes) -> tuple[bytes, str]:
+    """Return a weights file whose header does not tell the folders of this machine.
+
+    If the source is a path, only its last part stays. The tensors are the same.
+
+    Args:
+        contents: The bytes of a `model.safetensors` that was read without an error.
+
+    Returns:
+        The bytes of the file, and the digest of its header.
+    """
+    # A safetensors file begins with the length of its header, which is JSON: the texts of the file,
+    # and where each tensor lies behind the header.
+    start = 8 + int.from_bytes(contents[:8], "little")
+    entries = json.loads(contents[8:start])
+    record = json.loads(entries["__metadata__"][KEY])
+
+    # The source is a path alone, or stands behind a prefix: `local-dir:/home/me/net`.
+    prefix, colon, place = record["source"].rpartition(":")
+    if PurePath(place).is_absolute():
+        record["source"] = f"{prefix}{colon}{PurePath(place).name}"
+    record["digest"] = digest_of(record)
+
+    entries["__metadata__"][KEY] = json.dumps(record)
+    text = json.dumps(entries).encode()
+    # The tensors begin at a multiple of eight bytes, as safetensors itself writes them.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + contents[start:], record["digest"]
 
 
 @functools.cache

@@ -4,9 +4,9 @@ A network that timm can build without normswap is published so that
 `timm.create_model("hf-hub:owner/name", pretrained=True)` loads it. normswap loads any other.
 
 Only the files that `checkpoint.save` writes leave this machine, in one commit. The two files of
-tensors are sent as they were checked. config.json and the card are written anew from the record in
-the weights. A measured top-1 becomes one more file, in `.eval_results/`. A directory with a link
-among these files is refused.
+tensors are sent as they were checked, but for the folders of this machine in a header. config.json
+and the card are written anew from the record in the weights. A measured top-1 becomes one more
+file, in `.eval_results/`. A directory with a link among these files is refused.
 """
 
 import json
@@ -35,6 +35,7 @@ from normswap.errors import (
 from normswap.models import hub, timm_models
 from normswap.plan import Arch
 from normswap.storage import checkpoint, model_card
+from normswap.storage.header import without_folders
 from normswap.storage.network_folder import CARD, CONFIG, FILES, NORMS, WEIGHTS
 from normswap.surgery.verification import verify
 
@@ -111,7 +112,8 @@ def push(
 
     # Find the code that opens the network: by timm alone if that is possible, or else by normswap.
     # Both the config and the card depend on it.
-    config = checkpoint.config_of(model, record, header.digest)
+    weights, digest = without_folders(files.contents[WEIGHTS])
+    config = checkpoint.config_of(model, record, digest)
     arguments = _arguments_for_timm(model, record.arch)
     if arguments is not None:
         config["model_args"] = dict(arguments)
@@ -123,7 +125,7 @@ def push(
 
     # Send the files.
     contents = {
-        WEIGHTS: files.contents[WEIGHTS],
+        WEIGHTS: weights,
         CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
         CARD: card.encode(),
         **model_card.eval_results(accuracy),

@@ -453,6 +453,29 @@ def test_push_measures_on_the_images_that_are_named(
     assert (hub["me/known"] / ".eval_results/photos.yaml").is_file()
 
 
+@pytest.mark.parametrize("kind", ["a file", "a folder"])
+def test_no_folder_of_this_machine_is_published(
+    kind: str, source: nn.Module, hub: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its name may be that of a client. The tensors are the same, and the header is whole."""
+    secret = tmp_path / "secret client"
+    secret.mkdir()
+    if kind == "a file":
+        torch.save(source.state_dict(), secret / "best.pth")
+        opened = checkpoint.open_model(str(secret / "best.pth"), arch="resnet18", arch_args=ARGS)
+    else:
+        opened = checkpoint.open_model(str(normswap.save(source, secret / "best")))
+    done = normswap.convert(opened, "skipinit")
+    normswap.save(done, tmp_path / "out")
+
+    normswap.push(tmp_path / "out", "me/named", license="mit")
+
+    for file in hub["me/named"].iterdir():
+        assert b"secret" not in file.read_bytes()
+    again = checkpoint.open_model("hf-hub:me/named")
+    assert torch.equal(outputs(again), outputs(done.model))
+
+
 @pytest.mark.parametrize(
     ("schemes", "builder", "thaws"),
     [

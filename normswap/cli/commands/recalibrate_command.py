@@ -116,7 +116,10 @@ def run(
         sources.append(opening.state(open_model(name, device=images.device)))
     loader = images.loader(net, seed=seed, labelled=False)
 
-    # Images are named with their number and batch size, because the plan records them.
+    # Images are named with their number and batch size, because the plan records them. It may be
+    # published, so of a path it has the last part only.
+    place = Path(images.data)
+    named = place.resolve().name if place.exists() else images.data
     with bar("estimating statistics") as progress:
         recalibrated = recalibrate(
             net,
@@ -124,7 +127,7 @@ def run(
             against=sources,
             means_only=before.means_only,
             progress=progress,
-            data=images.data,
+            data=named,
             samples=images.samples,
             batch_size=images.batch_size,
         )
