@@ -228,9 +228,12 @@ def _is_claimed(folder: Path) -> bool:
         return False
 
     # If the file `.normswap` (`_OWNER`) is missing, nobody can have locked it. The flags keep
-    # `open` from following a link, and from waiting for a pipe.
+    # `open` from following a link, and from waiting for a pipe. A file that this user may not open
+    # is another user's, who may be writing.
     try:
         opened = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except PermissionError:
+        return True
     except OSError:
         return False
 

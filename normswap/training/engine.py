@@ -251,10 +251,18 @@ class TrainingRun:
             if self.engine.is_main_process:
                 self.folder.put_back()
             self.at, parts = from_first(self.engine, self.folder.read_state)
+            # What is held out of training is no part of the identity: its path may be another.
+            if self.at.per_epoch not in (0, self.task.per_epoch):
+                raise OptionError(
+                    f"an epoch had {self.at.per_epoch} updates, and has {self.task.per_epoch}",
+                    "other images are held out of training",
+                    "Name data.validation as before, or leave it out as before",
+                )
             self.task.restore(parts)
             self.say(f"continuing at update {self.at.update} of {self.task.updates}")
         elif self.engine.is_main_process:
             self.folder.begin(self.recipe)
+        self.at.per_epoch = self.task.per_epoch
 
         # The trackers take the recipe's values as numbers and texts.
         tracked: dict[str, float | str] = {}

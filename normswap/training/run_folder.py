@@ -107,6 +107,7 @@ class TrainingState:
         seconds: The sum of the seconds over the epoch's updates so far.
         best: The score of the network in best/ (`engine.score`). A higher one is better.
         best_epoch: The epoch of the network in best/.
+        per_epoch: The number of updates of an epoch. 0 in a state of an older version.
     """
 
     update: int = 0
@@ -115,6 +116,7 @@ class TrainingState:
     seconds: float = 0.0
     best: float | None = None
     best_epoch: float | None = None
+    per_epoch: int = 0
 
 
 class Folder:

@@ -188,6 +188,27 @@ def test_a_process_that_still_writes_is_left_alone(tmp_path: Path) -> None:
     assert hidden(tmp_path) == []
 
 
+def test_the_folder_of_another_user_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that user's process still writes cannot be asked: its lock may not be opened."""
+    export(tmp_path, "old")
+    assert killed_at(0, lambda: export(tmp_path, "new"))
+    ours = os.open
+
+    def of_another(path: Any, *how: Any, **more: Any) -> int:
+        if Path(path).name == ".normswap":
+            raise PermissionError(13, "Permission denied")
+        return ours(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", of_another)
+    with notes() as told:
+        left_behind.put_back(tmp_path / "net.xml")
+
+    assert not told
+    assert len(hidden(tmp_path)) == 1
+
+
 def test_this_process_does_not_take_itself_for_a_killed_one(tmp_path: Path) -> None:
     with notes() as told, atomic_write.writing(tmp_path / "file") as aside:
         left_behind.put_back(tmp_path / "file", removes=True)

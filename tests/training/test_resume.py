@@ -369,6 +369,22 @@ def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path
         train(network("skipinit"), plan, tmp_path / "mine", resume="auto")
 
 
+@pytest.mark.slow
+def test_other_images_that_are_held_out_are_not_continued(tmp_path: Path) -> None:
+    """Without validation images a tenth is held out of training. With some, an epoch has more
+    updates, in another order.
+    """
+    images = write_images(tmp_path / "images", 20)
+    others = write_images(tmp_path / "others", 4)
+    plan = recipe(images, data={"validation": None})
+    train_until(4, network("skipinit"), plan, tmp_path / "out")
+    with_others = recipe(images, data={"validation": str(others)})
+
+    with pytest.raises(OptionError, match="an epoch had 22 updates, and has 25"):
+        train(network("skipinit"), with_others, tmp_path / "out", resume="auto")
+    assert train(network("skipinit"), plan, tmp_path / "out", resume="auto").finished
+
+
 def test_a_state_that_runs_code_is_refused(images: Path, tmp_path: Path) -> None:
     plan = recipe(images)
     file = tmp_path / "out/state/run.pt"
