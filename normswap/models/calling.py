@@ -16,6 +16,7 @@ from enum import Enum
 from types import NoneType
 from typing import Any, TypeAlias, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -28,6 +29,8 @@ from normswap.errors import OptionError, TraceError
 Call: TypeAlias = "Tensor | Example | tuple[object, ...] | Mapping[str, object]"
 Inputs: TypeAlias = "Call | Sequence[Call] | None"
 _NUMBERS = bool | int | float | complex
+# The kinds of numpy's dtypes that are no results of a computation.
+_TEXTS_AND_DATES = "USMm"
 # What a forward may return beside its results: texts, kinds and the like.
 _WITHOUT_RESULTS = (
     *(str, bytes, NoneType, Enum, type, range, slice),
@@ -563,6 +566,37 @@ def named_numbers(value: object, name: str = "", depth: int = 8) -> Iterator[tup
             yield from named_numbers(entry, dotted(name, str(key)), depth - 1)
 
 
+def named_arrays(value: object, name: str = "", depth: int = 8) -> Iterator[tuple[str, Tensor]]:
+    """Yield every array and number of numpy, as a tensor, with its name (as `named_tensors`).
+
+    Arrays that torch has no dtype for are left out.
+
+    Args:
+        value: The array, or the structure that holds arrays.
+        name: The name of the value itself.
+        depth: How many levels are looked into.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        array = _as_tensor(value)
+        # Some numbers of numpy are Python's, too, which `named_numbers` finds.
+        if array is not None and not isinstance(value, _NUMBERS):
+            yield name, array
+    elif depth:
+        for key, entry in _parts(value):
+            yield from named_arrays(entry, dotted(name, str(key)), depth - 1)
+
+
+def _as_tensor(array: np.ndarray[Any, Any] | np.generic) -> Tensor | None:
+    """Return an array or number of numpy as a tensor, or None if torch has no such numbers.
+
+    It has no objects, no long doubles, and no numbers with their bytes in another order.
+    """
+    try:
+        return torch.from_numpy(np.array(array))
+    except (TypeError, ValueError):
+        return None
+
+
 def _parts(value: object) -> Iterable[tuple[object, object]]:
     """Return the entries of a value with their keys. A value without entries gives none.
 
@@ -614,8 +648,8 @@ def _slots(kind: type) -> Iterator[str]:
 def unread(value: object, name: str = "", depth: int = 8) -> Iterator[str]:
     """Yield the name of every value that may hold results and is not read.
 
-    `named_tensors` and `named_numbers` do not find it: it is an array of numpy, a set of tensors,
-    an object of an unknown kind, or nested too deeply.
+    Neither `named_tensors` nor `named_numbers` nor `named_arrays` finds it: it is an array of
+    objects, a set of tensors, an object of an unknown kind, or nested too deeply.
 
     Args:
         value: What a forward returned, or a part of it.
@@ -624,14 +658,18 @@ def unread(value: object, name: str = "", depth: int = 8) -> Iterator[str]:
     """
     if isinstance(value, Tensor | _NUMBERS) or _holds_no_results(value):
         return
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind not in _TEXTS_AND_DATES and _as_tensor(value) is None:
+            yield name
+        return
     if depth and isinstance(value, Mapping | tuple | list):
         for key, entry in _parts(value):
             yield from unread(entry, dotted(name, str(key)), depth - 1)
     elif depth and is_record(value):
         # An object may hold anything beside its results, so only arrays count.
         for key, entry in attributes(value).items():
-            if hasattr(entry, "__array__") and not isinstance(entry, Tensor):
-                yield dotted(name, key)
+            if isinstance(entry, np.ndarray):
+                yield from unread(entry, dotted(name, key), depth - 1)
     else:
         yield name
 

@@ -137,7 +137,7 @@ def entrance(path: str) -> str:
 
 
 def outputs_of(output: object) -> Outputs:
-    """Return the tensors that a forward returned, and its plain numbers as tensors, by name.
+    """Return the tensors that a forward returned, and its numbers and arrays as tensors, by name.
 
     They are copies: a network may return a tensor that its next run writes into.
 
@@ -160,6 +160,8 @@ def outputs_of(output: object) -> Outputs:
         # the dtype.
         exact = {float: torch.float64, complex: torch.complex128}.get(type(number))
         put(name, torch.tensor(number, dtype=exact))
+    for name, array in calling.named_arrays(output, depth=_LEVELS):
+        put(name, array)
     return outputs
 
 
