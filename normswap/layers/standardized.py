@@ -26,7 +26,6 @@ from normswap.layers.reparametrized import (
     effective,
     keeps_mean,
 )
-from normswap.layers.seeding import seeded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -183,7 +182,8 @@ class StandardizedConv(PlannedLayer):
         if not isinstance(conv, _ConvNd):
             raise TypeError(f"a {type(conv).__name__} is no convolution")
 
-        new = _empty(conv, mean=mean, padding=padding, gamma=1.0 if gamma is None else gamma)
+        fixed_gamma = 1.0 if gamma is None else gamma
+        new = _empty(conv, mean=mean, padding=padding, gamma=fixed_gamma).to(conv.weight.device)
         if gamma is None:
             set_effective(new, conv.weight)
         else:
@@ -196,6 +196,8 @@ class StandardizedConv(PlannedLayer):
 
 def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None, gamma: float) -> _ConvNd:
     """Return a standardized convolution with the settings of `conv`, but without its values.
+
+    It is on the CPU.
 
     Args:
         conv: The convolution.
@@ -210,13 +212,13 @@ def _empty(conv: _ConvNd, *, mean: bool, padding: Sequence[int] | None, gamma: f
     settings["in_channels"] = conv.weight.shape[1] * conv.groups
     settings["bias"] = conv.bias is not None
     settings["gamma"] = gamma
-    settings["device"] = conv.weight.device
     settings["dtype"] = conv.weight.dtype
     padding_here: Any = conv.padding if padding is None else tuple(padding)
     pads_to_same = isinstance(conv, Conv2dSame)
 
-    # A constructor draws weights, which are not needed. The user's random numbers stay as they are.
-    with seeded(conv.weight.device):
+    # A constructor draws weights, which are not needed. It draws them on the CPU, whose random
+    # numbers are put back, so that the user's stay as they are.
+    with torch.random.fork_rng(devices=[]):
         for torch_class, other_class in OTHERS.items():
             if isinstance(conv, torch_class):
                 return other_class(mean=mean, padding=padding_here, **settings)

@@ -148,6 +148,20 @@ def identify(
     return next((arch for arch in archs if arch is not None), None)
 
 
+def with_present_head(arch: Arch, model: nn.Module) -> Arch:
+    """Return how to rebuild a network with the head that it has now.
+
+    A method of its library may have given it another head than it was built with.
+
+    Args:
+        arch: How the network was built.
+        model: The network.
+    """
+    with_head = getattr(kinds.by_builder(arch.builder).load(), "with_present_head", None)
+    present: Arch = arch if with_head is None else with_head(arch, model)
+    return present
+
+
 def check_trust(what: str, kind: kinds.Kind, *, trusted: bool) -> None:
     """Raise SourceError if a network is built by Python code that the user does not trust.
 

@@ -21,7 +21,7 @@ from normswap.folding.canonical_form import fold_norms
 from normswap.layers import reparametrized
 from normswap.layers.placeholders import Holder
 from normswap.layers.planned_layer import scales_branch
-from normswap.models import kinds, timm_models, zoo
+from normswap.models import zoo
 from normswap.plan import AbsorbMode, Arch, Edit, Step
 from normswap.provenance import Provenance
 from normswap.sites.site import site_of
@@ -135,8 +135,7 @@ def architecture(model: nn.Module) -> Arch | None:
     """
     record = provenance.of(model)
     if record.arch:
-        is_timms = record.arch.builder == kinds.TIMM.builder
-        return timm_models.with_present_head(record.arch, model) if is_timms else record.arch
+        return zoo.with_present_head(record.arch, model)
     # `identify` compares the model with each architecture after the plan is applied to it.
     return zoo.identify(model, lambda skeleton: applying.apply(skeleton, record.plan.steps))
 
