@@ -37,7 +37,7 @@ from normswap import copying, provenance
 from normswap.errors import OptionError, TraceError, spelled
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.tracing import LINEAR
-from normswap.models import network_input
+from normswap.models import calling, network_input
 from normswap.plan import AbsorbMode, Body
 from normswap.sites.own_layer import GAMMA, OwnLayer
 from normswap.sites.site import site_of
@@ -337,13 +337,13 @@ def _roles(model: nn.Module, network: Network | None) -> Iterator[tuple[str, str
         owner_path, _, name = path.rpartition(".")
         owner = model.get_submodule(owner_path)
         role = _own_role(owner, name, gammas.get(owner_path, "gamma_unknown"))
+        if role in (None, "weight") and any(fnmatch(path, pattern) for pattern in spared):
+            role = "embedding"
         if role is None:
             # The module's class does not tell the role, so name and shape do. A tensor such as
             # (1, C, 1, 1), with one dimension above 1, is a vector.
             role = "vector"
-            if any(fnmatch(path, pattern) for pattern in spared):
-                role = "embedding"
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 role = "bias"
             elif parameter.ndim > 1 and parameter.numel() > max(parameter.shape):
                 role = "weight"
@@ -387,11 +387,12 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
         model: The network.
         network: The record of the network, if there is one already.
     """
-    # The roles are read in a copy, in which the norms are put back. The given record is of `model`,
-    # so it is used only if there were no norms to put back.
+    # The roles are read in a copy, in which the norms are put back. It takes the same inputs.
     twin = _with_its_norms(model)
-    if network is None or twin is not model:
+    if network is None:
         network = Network(twin)
+    elif twin is not model:
+        network = network.after(twin)
     try:
         anatomy = network.anatomy
     except TraceError:
@@ -405,6 +406,12 @@ def _norm_roles(model: nn.Module, network: Network | None) -> dict[str, str]:
     for path, module in nn.Module.named_modules(twin, remove_duplicate=False):
         if id(module) in role_by_id:
             gammas[path] = role_by_id[id(module)]
+
+    # A conversion may put two layers in the place of a norm. The gammas of both have its role.
+    for path in copying.tree(model):
+        original_path = anatomy.original_path(path)
+        if original_path in gammas:
+            gammas.setdefault(path, gammas[original_path])
 
     # A convolution that absorbed a norm to train its gamma (`tune`) has the role of that norm.
     convolutions: dict[str, str] = {}
@@ -483,12 +490,14 @@ def _with_its_norms(model: nn.Module) -> nn.Module:
     # The copy shares the tensors, since it does not change them.
     tensors = [*nn.Module.parameters(model), *nn.Module.buffers(model)]
     twin = copying.duplicate(model, {id(tensor): tensor for tensor in tensors})
+    like = calling.anchor(model)
     # A key of the record is the path of a norm and the name of a tensor, such as
-    # `layer1.0.bn1.running_mean`. Each norm has one running mean.
+    # `layer1.0.bn1.running_mean`. Each norm has one running mean. torch's `SyncBatchNorm` takes
+    # maps of any dimension.
     for key, mean in record.norms.items():
         path, _, name = key.rpartition(".")
         if name == "running_mean":
             parent_path, _, child_name = path.rpartition(".")
-            norm = nn.BatchNorm2d(mean.numel())
+            norm = nn.SyncBatchNorm(mean.numel()).to(like)
             twin.get_submodule(parent_path).register_module(child_name, norm)
     return twin

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from support.lived_in_networks import swapped
 from timm.optim import create_optimizer_v2
-from torch import nn
+from torch import Tensor, nn
 
 from normswap import schemes
 from normswap.analysis import weight_decay
@@ -245,6 +245,87 @@ def test_converted_networks(
     assert decaying(assigned) == set(DECAYING) & set(expected)
     for policy in POLICIES:
         check(model, param_groups(model, 0.1, policy))
+
+
+@pytest.mark.parametrize(("name", "scheme", "options", "expected"), CONVERTED)
+@pytest.mark.one_in(8)
+def test_a_converted_network_in_float64_has_the_same_roles(
+    name: str, scheme: str, options: dict[str, Any], expected: dict[str, int]
+) -> None:
+    """And on a GPU: the norms that are put back to find the roles are where the network is."""
+    side = NARROW[name].get("img_size", 48)
+    source = timm.create_model(name, **NARROW[name])
+    model = convert(source, scheme, input_size=(3, side, side), **options).model
+    assert counts(roles(model.double())) == expected
+
+
+class Rows(nn.Module):
+    """A residual network of one dimension, or of three, whose norms have the three roles."""
+
+    def __init__(self, conv: type[nn.Module], norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.conv1 = conv(2, 8, 3, padding=1, bias=False)
+        self.bn1 = norm(8)
+        self.block = Block(conv, norm)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.bn1(self.conv1(x)).relu())
+        answer: Tensor = self.fc(x.flatten(2).mean(2))
+        return answer
+
+
+class Block(nn.Module):
+    def __init__(self, conv: Any, norm: Any) -> None:
+        super().__init__()
+        self.conv1 = conv(8, 8, 3, padding=1, bias=False)
+        self.bn1 = norm(8)
+        self.conv2 = conv(8, 8, 3, padding=1, bias=False)
+        self.bn2 = norm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+        return (x + branch).relu()
+
+
+@pytest.mark.parametrize("scheme", ["affine", "tune", "dyt", "groupnorm", "layernorm"])
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_roles_are_those_of_the_norms_whatever_the_input(scheme: str, dimensions: int) -> None:
+    """A record of a network has its inputs, which no default fits."""
+    conv, norm = {1: (nn.Conv1d, nn.BatchNorm1d), 3: (nn.Conv3d, nn.BatchNorm3d)}[dimensions]
+    source = Rows(conv, norm).eval()
+    inputs = torch.randn(4, 2, *[6] * dimensions)
+    before = {each.path: each.role for each in roles(source, network=Network(source, inputs))}
+
+    done = convert(source, scheme, inputs=inputs)
+
+    after = {each.path: each.role for each in roles(done.model, network=done.network)}
+    assert "gamma_unknown" not in after.values()
+    for path, role in after.items():
+        if role.startswith("gamma"):
+            owner = path.rpartition(".")[0].removesuffix(".inner").removesuffix(".then")
+            norm_path = owner.replace("conv", "bn")  # `tune` puts a norm into its convolution.
+            assert role == before[f"{norm_path}.weight"]
+
+
+@pytest.mark.parametrize("scheme", ["groupnorm", "layernorm", "dyt"])
+def test_gammas_of_two_layers_in_the_place_of_a_norm_have_its_role(scheme: str) -> None:
+    """Where no convolution comes before a norm, a layer levels the channels before the new one."""
+    source = timm.create_model("resnetv2_18", **NARROW["resnetv2_18"])
+    done = convert(source, scheme, input_size=(3, 48, 48))
+    found = {each.path: each.role for each in roles(done.model, network=done.network)}
+    assert any(path.endswith(".then.weight") for path in found)
+    assert "gamma_unknown" not in found.values()
+    assert found["stages.1.blocks.0.norm1.then.weight"] == "gamma_down"
+
+
+def test_what_the_network_spares_never_decays_whatever_layer_has_it() -> None:
+    """timm names the weights of linear layers, too, which make up position biases."""
+    model = skeleton("swinv2_tiny_window8_256")
+    found = {each.path: each for each in roles(model)}
+    named = [path for path in found if "cpb_mlp" in path]
+    assert any(path.endswith(".weight") for path in named)
+    assert not any(found[path].decay for path in named)
 
 
 def test_every_scheme_has_a_row_here() -> None:
