@@ -249,8 +249,10 @@ def _candidates(
         yield _Candidate("tune", "frozen statistics, where the domain stays the same")
         return
 
-    few = f"{batch_size} images are too few for BatchNorm (fewer than {ENOUGH})"
-    yield from _without_batch_statistics(few)
+    reason = "the network has no BatchNorm to keep"
+    if batch_size < ENOUGH:
+        reason = f"{batch_size} images are too few for BatchNorm (fewer than {ENOUGH})"
+    yield from _without_batch_statistics(reason)
     yield _Candidate("tune", "frozen statistics, for a short tuning")
 
 

@@ -264,6 +264,9 @@ def _only_statistics_learn(case: Case, site: StoredNorm) -> bool:
     is_training = case.model.training and site.module.training
     if not is_training or site_of(site.module).is_frozen:
         return False
+    # With a momentum of 0, or without statistics, no forward changes any.
+    if site.momentum == 0 or not site_of(site.module).has_moments:
+        return False
     # A class may have a method `parameters` of its own, so torch's is called.
     parameters = [*nn.Module.parameters(site.module, recurse=False)]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)

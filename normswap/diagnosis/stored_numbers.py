@@ -91,7 +91,8 @@ def unused_and_broken(case: Case) -> Iterator[Remark]:
     unused = [
         site
         for site in case.sites
-        if not case.is_called(site) and any(map(_is_broken, (site.mean, site.var, site.gamma)))
+        if not case.is_called(site)
+        and any(map(_is_broken, (site.mean, site.var, site.gamma, site.beta)))
     ]
     if unused:
         yield Remark(

@@ -283,8 +283,9 @@ def _computed_tensors(module: Linearity) -> tuple[Tensor, Tensor | None]:
     if isinstance(module, TunedConv2d):
         return module.folded()
 
-    # W (x + c) + b = W x + (b + c sum(W)).
-    if isinstance(module, InputBiased) and module.in_bias.any():
+    # W (x + c) + b = W x + (b + c sum(W)). There is a bias also while c is 0, so that one plan
+    # gives one structure for all weights.
+    if isinstance(module, InputBiased):
         shift = module.in_bias * module.weight.flatten(1).sum(1)
         if module.bias is not None:
             shift = module.bias + shift

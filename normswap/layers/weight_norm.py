@@ -84,17 +84,21 @@ class SpectralNorm(PlannedLayer):
         # nonzero filters (`_direction`), and alpha = 0 keeps W zero.
         is_zero = (weight == 0).all()
         new.weight.copy_(_direction(old, weight, is_zero, _filter_dim(new)))
-        # sigma(V) is found by power iteration from random vectors. The fixed seed makes them the
-        # same whenever a plan is carried out.
+        # torch draws vectors. The user's random numbers stay as they are.
         with seeded(weight.device):
             parametrizations.spectral_norm(new)
 
-        # sigma(V) = u' V v, with the left and right singular vectors u and v that the power
-        # iteration has found. alpha = sigma(V) makes alpha V / sigma(V) equal to W.
+        # sigma(V) = u' V v, with the left and right singular vectors u and v. torch's few steps of
+        # the power iteration come near them, and go on in each forward of a training. Then the
+        # weight would change without an update, so the vectors themselves are put in their place.
+        # alpha = sigma(V) makes alpha V / sigma(V) equal to W.
         spectral = new.get_submodule("parametrizations.weight.0").eval()
         assert isinstance(spectral, parametrizations._SpectralNorm)
         original = new.get_parameter("parametrizations.weight.original")
         flat = spectral._reshape_weight_to_matrix(original)
+        left, _, right = torch.linalg.svd(flat.detach().double(), full_matrices=False)
+        spectral._u.copy_(left[:, 0])
+        spectral._v.copy_(right[0])
         sigma = torch.vdot(spectral._u, torch.mv(flat, spectral._v))
 
         gain = reparametrized.Gain(torch.where(is_zero, torch.zeros_like(sigma), sigma))

@@ -471,11 +471,23 @@ def _output_moments(anatomy: Anatomy, block: Block, conv: str) -> tuple[Tensor, 
     if reparametrized.is_reparametrized(linear):
         linear = reparametrized.plain(linear)
     weight = linear.weight.detach().double().reshape(*linear.weight.shape[:2], -1)
-    # The first group of a grouped convolution stands for all.
-    mean = mean[: weight.shape[1]]
-    variance = variance[: weight.shape[1]]
-
-    return weight.sum(2) @ mean, (weight.square().sum(2) @ variance).sqrt()
+    hits = 1
+    if isinstance(linear, nn.modules.conv._ConvTransposeNd):
+        # A transposed convolution stores (I, O / groups, ...). Of its kernel as many entries hit a
+        # pixel of the output, on average, as there are for each step of the stride.
+        weight = weight.unflatten(0, (linear.groups, -1)).transpose(1, 2).flatten(0, 1)
+        hits = math.prod(linear.stride)
+    # Each filter reads the channels of its group.
+    groups = getattr(linear, "groups", 1)
+    of_each = len(weight) // groups
+    mean, variance = (
+        values.unflatten(0, (groups, -1)).repeat_interleave(of_each, 0)
+        for values in (mean, variance)
+    )
+    return (
+        (weight.sum(2) * mean).sum(1) / hits,
+        ((weight.square().sum(2) * variance).sum(1) / hits).sqrt(),
+    )
 
 
 def _input_moments(anatomy: Anatomy, call: fx.Node) -> tuple[Tensor, Tensor]:

@@ -463,6 +463,9 @@ def measured_at_each_position(module: nn.Module) -> NormKind | None:
         return None
     if len({len(vector) for vector in vectors.values()}) != 1:
         return None
+    # Tensors on "meta" have no values that could be measured. They may get some later.
+    if any(vector.is_meta for vector in vectors.values()):
+        return None
 
     if module not in _measured_at_each_position:
         _measured_at_each_position[module] = _measure_at_each_position(module)

@@ -12,6 +12,7 @@ from support.command_line import as_documented
 from support.model_sources import SMALL_IMAGES, small
 from torch import nn
 
+import normswap
 from normswap import shipped
 from normswap.analysis import advice
 from normswap.cli.app import main
@@ -188,3 +189,11 @@ def test_the_command_that_is_advised_can_be_typed(capfd: pytest.CaptureFixture[s
 
 def test_the_command_wants_a_batch() -> None:
     assert main(["advise", str(shipped.FOLDER), "--batch-size", "0"]) == 2
+
+
+def test_a_large_batch_is_not_called_too_small() -> None:
+    """A network without BatchNorm has none to keep, however many images share statistics."""
+    folded = normswap.convert(normswap.open("demo"), "folded").model
+    found, _ = advice.advise(folded, batch_size=64)
+    assert not any("too few" in each.why for each in found)
+    assert "no BatchNorm to keep" in found[0].why

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 import normswap
 from normswap import shipped
 from normswap.errors import OptionError, RefusedError
+from normswap.graph.inspection import inspect
 from normswap.layers.scalars import FixedScale, ScalarBias, Scale
+from normswap.schemes import skipinit
 from normswap.schemes.nf_start import gamma
 
 shipped.register_networks()
@@ -324,3 +327,53 @@ def test_a_scalar_that_does_not_fold_stays_before_the_factor_unless_it_has_a_bia
             skip = network[0](x)
             expected = skip + 0.2 * 0.3 * block.conv(skip).sigmoid()
         assert distance(expected, run(reset(), x)) <= 1e-7
+
+
+def test_a_trained_input_bias_folds_into_a_network_that_loads(tmp_path: Path) -> None:
+    """One plan gives one structure, whether the bias of a layer's input is 0 or not."""
+    source = timm.create_model("resnet50", layers=(1, 1, 1, 1), channels=(8, 8, 8, 8)).eval()
+    done = normswap.convert(source, "fixup", init="fixup", input_size=(3, 48, 48)).model
+    with torch.no_grad():
+        for name, parameter in done.named_parameters():
+            if name.endswith("in_bias"):
+                parameter.fill_(0.1)
+    folded = normswap.convert(done, "folded", input_size=(3, 48, 48)).model
+
+    loaded = normswap.load(normswap.save(folded, tmp_path / "folded"))
+
+    images = torch.randn(2, 3, 48, 48)
+    torch.testing.assert_close(loaded(images), folded.eval()(images))
+
+
+@pytest.mark.parametrize("channels", [(8, 16), (16, 8)])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_alpha_of_a_branch_that_ends_in_a_transposed_convolution(
+    channels: tuple[int, int], groups: int
+) -> None:
+    """It is the deviation that the branch has on inputs of the moments that the norm states."""
+    torch.manual_seed(0)
+    wide, narrow = channels
+
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(wide, wide, 1)
+            self.norm = nn.BatchNorm2d(wide)
+            self.up = nn.ConvTranspose2d(wide, narrow, 2, 2, groups=groups, bias=False)
+            self.skip = nn.ConvTranspose2d(wide, narrow, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.skip(x) + self.up(self.norm(self.first(x)))
+
+    block = Up()
+    nn.init.uniform_(block.norm.weight, 0.5, 2.0)
+    source = nn.Sequential(nn.Conv2d(3, wide, 3), block).eval()
+    anatomy = inspect(source, torch.randn(2, 3, 12, 12))
+    (residual,) = anatomy.blocks
+
+    mean, deviation = skipinit._output_moments(anatomy, residual, "1.up")
+
+    maps = block.norm.weight.view(-1, 1, 1) * torch.randn(512, wide, 8, 8)
+    measured = block.up(maps).transpose(0, 1).flatten(1)
+    assert mean.abs().max() < 1e-12
+    torch.testing.assert_close(deviation.float(), measured.std(1), rtol=0.05, atol=0)
