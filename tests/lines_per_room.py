@@ -98,7 +98,10 @@ def totals(lines: Counter[str]) -> Counter[str]:
 
 def table_of_seconds(files: list[str]) -> str:
     """Return the core seconds of each room as text, a column for each file that is there."""
-    runs = {Path(file).stem: json.loads(Path(file).read_text())["rooms"] for file in files}
+    runs = {
+        Path(file).stem: json.loads(Path(file).read_text(encoding="utf-8"))["rooms"]
+        for file in files
+    }
     rows = ["Core seconds per room" + "".join(f"{name:>10}" for name in runs)]
 
     rooms = sorted({room for seconds in runs.values() for room in seconds})

@@ -15,7 +15,7 @@ _ENDINGS = {"demo": "normswap demo", "tests": "pytest -n 2 --dist worksteal"}
 def blocks(language: str) -> list[str]:
     """Return the README's fenced code blocks of one language."""
     pattern = re.compile(rf"^```{language}\n(.*?)^```", re.M | re.S)
-    return [block.strip() for block in pattern.findall(README.read_text())]
+    return [block.strip() for block in pattern.findall(README.read_text(encoding="utf-8"))]
 
 
 def command(name: str) -> str:

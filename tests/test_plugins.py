@@ -229,8 +229,12 @@ def test_an_installed_norm_folds(
 def test_a_broken_plugin_is_one_line(installed: dict[str, str], tmp_path: Path) -> None:
     info = tmp_path / "broken-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[normswap.schemes]\nbroken = nowhere_at_all\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: broken\nVersion: 1\n", encoding="utf-8"
+    )
+    (info / "entry_points.txt").write_text(
+        "[normswap.schemes]\nbroken = nowhere_at_all\n", encoding="utf-8"
+    )
     done = cli(
         {**installed, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed['PYTHONPATH']}"}, "schemes"
     )

@@ -11,11 +11,12 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from normswap.cli.terminal import abandon_stdout, remark, say, say_json, styled
+from normswap.errors import printable
 from normswap.plan import Body
 from normswap.schemes import changed, get
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _WIDTH = 100
+# Blanks between two columns of a table.
+_BETWEEN = 3
 # Of a list of values, a table shows this many.
 _FEW = 4
 _COLUMNS = ("precision", "input", "relative L2", "max", "agreement", "allowed", "verdict")
@@ -120,6 +123,8 @@ def table(
 ) -> None:
     """Print a table, without the columns that are empty in every row.
 
+    If the output goes into a pipe, the table is so wide that no word, such as a key, is cut.
+
     Args:
         title: The line above the table. An empty one is not printed.
         columns: The names of the columns.
@@ -137,6 +142,9 @@ def table(
     # Columns without a value are left out.
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     filled = [i for i in range(len(columns)) if any(row[i] for row in cells)]
+    texts = {i: [columns[i], *(printable(row[i]) for row in cells)] for i in filled}
+    widths = _widths_in_a_pipe(texts, {i for i in filled if columns[i] in right})
+    in_terminal = sys.stdout.isatty()
     for i in filled:
         is_number = columns[i] in right
         shown.add_column(
@@ -144,10 +152,39 @@ def table(
             justify="right" if is_number else "left",
             no_wrap=is_number,
             overflow="fold",
+            width=None if in_terminal else widths[i],
         )
     for row in cells:
         shown.add_row(*(styled(row[i]) for i in filled))
-    _print(shown)
+    _print(shown, sum(widths.values()) + _BETWEEN * len(widths))
+
+
+def _widths_in_a_pipe(texts: Mapping[int, Sequence[str]], whole: Collection[int]) -> dict[int, int]:
+    """Return the width of each column of a table, so that no word is cut.
+
+    What is left of the line goes to the columns that lack least, and in equal parts to the others.
+
+    Args:
+        texts: The texts of each column, its heading among them.
+        whole: The columns of which no cell is wrapped.
+    """
+    from rich.cells import cell_len
+
+    widths: dict[int, int] = {}
+    lacking: dict[int, int] = {}
+    for i, column in texts.items():
+        longest = max(map(cell_len, column))
+        words = [word for text in column for word in text.split()]
+        widths[i] = longest if i in whole else max(map(cell_len, words), default=1)
+        lacking[i] = longest - widths[i]
+
+    line = shutil.get_terminal_size((_WIDTH, 0)).columns
+    left = max(line - sum(widths.values()) - _BETWEEN * len(widths), 0)
+    for served, i in enumerate(sorted(lacking, key=lambda i: lacking[i])):
+        more = min(lacking[i], left // (len(lacking) - served))
+        widths[i] += more
+        left -= more
+    return widths
 
 
 def facts(*pairs: tuple[str, object]) -> None:

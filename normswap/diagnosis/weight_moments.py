@@ -121,9 +121,7 @@ def _output_moments(traced: Traced, node: fx.Node, moments: dict[fx.Node, Pair])
     if _keeps_moments(node, module):
         return read[0]
     if (module is not None and is_activation(module)) or is_activation_call(node.target):
-        # A function may have further arguments: hardtanh(x, 0, 6).
-        settings = node.args[1:]
-        return _activated(lambda x: apply(traced, node, (x, *settings), node.kwargs), read[0])
+        return _activated(lambda x: apply(traced, node, (x,), node.kwargs), read[0])
     return None
 
 

@@ -340,6 +340,7 @@ class _Compared:
             precision, on the first batches.
         peaks: By output, the largest absolute value of the source's scores.
         outputs: The source's outputs on the first batch.
+        outputs_on_other_values: The source's outputs on `with_other_values`.
         hits: By output, for how many images the top class is the label.
         changes: By output, the largest relative L2 distance between two samples. It shows whether
             the output depends on the input at all.
@@ -363,6 +364,7 @@ class _Compared:
         self.rounding = {name: Distance() for name in names}
         self.peaks = dict.fromkeys(names, 0.0)
         self.outputs: Outputs = {}
+        self.outputs_on_other_values: Outputs = {}
         self.hits = {name: _Hits() for name in names}
         self.changes = dict.fromkeys(names, 0.0)
         self.changes_in_batch = dict.fromkeys(names, 0.0)
@@ -400,7 +402,8 @@ class _Compared:
         expected = reference.expected(answers)
         actual = dict(zip(answers, values, strict=True))
         self._add_change(example, expected)
-        self._add_rounding(tensors, expected)
+        if self.distances.count < _ROUNDED:
+            self._add_rounding(tensors, expected)
         self._add_peaks(answers)
         self.distances.add(example, expected, actual)
         for name, logits in answers.items():
@@ -512,10 +515,13 @@ class _Compared:
         reference = self.reference
         other = None
         for changed in running.with_other_values(self.first):
+            joined = _joined(self.first, changed) if reference.dynamic_batch else None
+            tensors = tuple((joined or changed).tensors())
             # The forward is the user's, and may refuse other numbers.
             with suppress(NormswapError):
                 moved = reference.signature.answers(reference.source, tuple(changed.tensors()))
-                other = changed
+                answers = reference.signature.answers(reference.source, tensors)
+                other = joined or changed
                 break
         # If it takes no others, and there are no samples to compare, every output counts as one
         # that depends on the input: its change is infinite.
@@ -528,16 +534,13 @@ class _Compared:
             change = distance(self.expected[name], value).relative_l2
             self.changes[name] = max(self.changes[name], change)
 
-        if reference.dynamic_batch:
-            other = _joined(self.first, other) or other
-        tensors = tuple(other.tensors())
-        answers = reference.signature.answers(reference.source, tensors)
         # What the network itself has no answer to is no test of the file. The score of a class that
         # is masked out is -inf.
         if not all(bool((value < math.inf).all()) for value in answers.values()):
             return
 
         self.with_other_values = other
+        self.outputs_on_other_values = answers
         self.inputs.append(tensors)
         expected = reference.expected(answers)
         self._add_rounding(tensors, expected)
@@ -562,14 +565,12 @@ class _Compared:
     def _add_rounding(self, tensors: tuple[Tensor, ...], expected: Outputs) -> None:
         """Measure how far rounding to the file's precision moves the outputs of the network.
 
-        It is measured on the first batches only, until they have `_ROUNDED` samples.
-
         Args:
             tensors: The inputs of a batch.
             expected: The outputs that the file must give for this batch.
         """
         rounded = self.reference.rounded
-        if rounded is None or self.distances.count >= _ROUNDED:
+        if rounded is None:
             return
         rounded_outputs = self.reference.answers(rounded, tensors)
         for (name, value), rounded_value in zip(expected.items(), rounded_outputs, strict=True):
@@ -733,23 +734,34 @@ class _Compared:
             name: The name of the output.
         """
         assert self.first is not None
+        changes = self._own_changes(name, self.first, self.outputs)
+        if self.with_other_values is not None:
+            other = self.with_other_values
+            changes += self._own_changes(name, other, self.outputs_on_other_values)
+        # A last digit may change the number of boxes, so that the distance is infinite. Then it
+        # says nothing about rounding.
+        return max(filter(math.isfinite, changes), default=0.0)
+
+    def _own_changes(self, name: str, example: Example, outputs: Outputs) -> list[float]:
+        """Return how far each kind of rounding moves one output of the network on one call.
+
+        Args:
+            name: The name of the output.
+            example: The call.
+            outputs: The network's outputs for this call, by name.
+        """
         source = self.reference.source
         answers = self.reference.signature.answers
         # `outputs_double` returns all tensors that the network gives, in order.
-        first_in_double = self.first.map_floats(Tensor.double)
-        double_outputs = list(running.outputs_double(source, first_in_double).values())
-        in_double = double_outputs[self._place(name)]
+        in_double = example.map_floats(Tensor.double)
+        double_outputs = list(running.outputs_double(source, in_double).values())
 
-        other_runs = allowance.in_other_digits(source, self.first, calling.anchor(source).dtype)
+        other_runs = allowance.in_other_digits(source, example, calling.anchor(source).dtype)
         by_last_digit = [
             answers(network, tuple(call.tensors()))[name] for network, call in other_runs
         ]
-
-        # A last digit may change the number of boxes, so that the distance is infinite. Then it
-        # says nothing about rounding.
-        other_outputs = (in_double, *by_last_digit)
-        changes = (distance(output, self.outputs[name]).relative_l2 for output in other_outputs)
-        return max(filter(math.isfinite, changes), default=0.0)
+        others = (double_outputs[self._place(name)], *by_last_digit)
+        return [distance(output, outputs[name]).relative_l2 for output in others]
 
     def _place(self, name: str) -> int:
         """Return the position of an output of the file among all tensors that the network returns.

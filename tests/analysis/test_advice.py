@@ -128,7 +128,7 @@ def test_where_targets_ended_on_a_network_of_this_kind(
     possible, _ = advice.advise(network, "net", batch, private=private)
     assert {advised.target for advised in possible} <= ended.keys()
 
-    table = (TESTS / "lab" / "benchmarks" / "after_training.md").read_text()
+    table = (TESTS / "lab" / "benchmarks" / "after_training.md").read_text(encoding="utf-8")
     section = next(part for part in table.split("\n## ") if part.startswith(about))
     measured = re.findall(r"\| `skipinit` \|.*\| (.*?) \| \d \|", section)
     assert measured[0] == ended["skipinit"]

@@ -510,7 +510,7 @@ def test_pictures(tmp_path: Path, suffix: str) -> None:
 
     assert file.stat().st_size > 5000
     if suffix == "svg":
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         title = "Signal by residual block, on ten images (logarithmic axes)"
         labels = ("small", "exploding", "residual block", title)
         assert all(f"<!-- {label}" in text for label in labels)

@@ -285,7 +285,7 @@ class Own(nn.Module):
     def forward(self, {forward}):
         return [self.norm(self.conv(images))]
 """
-    (here / "own_to_time.py").write_text(code)
+    (here / "own_to_time.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(here))
     monkeypatch.delitem(sys.modules, "own_to_time", raising=False)
 

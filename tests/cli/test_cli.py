@@ -220,11 +220,11 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
     assert main([*convert, "--to", "skipinit", "--dry-run", "--plan", "plan.json"]) == 0
     assert set(files(here)) == {"plan.json"}
 
-    plan = json.loads(Path("plan.json").read_text())
+    plan = json.loads(Path("plan.json").read_text(encoding="utf-8"))
     (step,) = plan["steps"]
     step["options"]["alpha"] = 0.25  # not a match any more: a reset
     next(edit for edit in step["edits"] if edit["path"] == "layer2.0.bn2")["args"]["alpha"] = 0.25
-    Path("plan.json").write_text(json.dumps(plan))
+    Path("plan.json").write_text(json.dumps(plan), encoding="utf-8")
     (done,) = run_json(capfd, *convert, "--from-plan", "plan.json", "-o", "edited")["steps"]
 
     assert not done["report"]["exact"]
@@ -233,24 +233,24 @@ def test_plan_edit_from_plan(capfd: Capture, here: Path) -> None:
 
 def test_a_plan_file_that_exists_is_replaced_by_force_alone(here: Path) -> None:
     words = ["convert", MODEL, "--to", "skipinit", "--dry-run", "--plan", "plan.json"]
-    Path("plan.json").write_text("mine")
+    Path("plan.json").write_text("mine", encoding="utf-8")
 
     assert main(words) == 2
-    assert Path("plan.json").read_text() == "mine"
+    assert Path("plan.json").read_text(encoding="utf-8") == "mine"
 
     assert main([*words, "--force"]) == 0
-    assert json.loads(Path("plan.json").read_text())["steps"]
+    assert json.loads(Path("plan.json").read_text(encoding="utf-8"))["steps"]
 
 
 @pytest.mark.slow
 def test_norms_are_counted_by_the_edits_that_are_left(capfd: Capture, here: Path) -> None:
     words = ["convert", MODEL, "--only", "layer1", "--dry-run", "--plan", "plan.json"]
     run_json(capfd, *words, "--to", "groupnorm")
-    plan = json.loads(Path("plan.json").read_text())
+    plan = json.loads(Path("plan.json").read_text(encoding="utf-8"))
     edits = plan["steps"][0]["edits"]
     assert edits[1]["path"] == "layer1.0.bn1"
     plan["steps"][0]["edits"] = edits[2:]
-    Path("plan.json").write_text(json.dumps(plan))
+    Path("plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
     body = run_json(capfd, "convert", MODEL, "--from-plan", "plan.json", "-o", "out")
 
@@ -260,7 +260,7 @@ def test_norms_are_counted_by_the_edits_that_are_left(capfd: Capture, here: Path
 
 def test_a_plan_knows_what_it_was_made_for(capfd: Capture, here: Path) -> None:
     assert main(["convert", "demo", "--to", "skipinit", "--dry-run", "--plan", "plan.json"]) == 0
-    assert json.loads(Path("plan.json").read_text())["made_for"] == "demo"
+    assert json.loads(Path("plan.json").read_text(encoding="utf-8"))["made_for"] == "demo"
     capfd.readouterr()
 
     other = ["convert", "resnet18", "--weights", "random", "--from-plan", "plan.json"]
@@ -349,8 +349,8 @@ def test_too_few_images_to_measure_on_are_said(capfd: Capture, here: Path) -> No
 
     assert "not known: too few calibration images" in out
     assert "give --calibrate" not in out
-    assert (
-        "was not measured: too few calibration images" in (here / "out" / "README.md").read_text()
+    assert "was not measured: too few calibration images" in (here / "out" / "README.md").read_text(
+        encoding="utf-8"
     )
 
 

@@ -57,7 +57,11 @@ def test_usual_names_stay_as_they_are(text: str) -> None:
 
 
 def calls(file: Path) -> set[str]:
-    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    ]
     return {node.func.id for node in nodes if isinstance(node.func, ast.Name)}
 
 
@@ -165,8 +169,8 @@ def test_inspect_of_a_file_with_hostile_metadata(here: Path, capsys: Capture) ->
     model.graph.node[0].op_type = HOSTILE
     onnx.save(model, "net.onnx")
     sidecar = here / "net.onnx.preprocess.json"
-    body = json.loads(sidecar.read_text())
-    sidecar.write_text(json.dumps({**body, HOSTILE: HOSTILE, "output": HOSTILE}))
+    body = json.loads(sidecar.read_text(encoding="utf-8"))
+    sidecar.write_text(json.dumps({**body, HOSTILE: HOSTILE, "output": HOSTILE}), encoding="utf-8")
     capsys.readouterr()
 
     main(["inspect", "net.onnx"])
@@ -184,9 +188,9 @@ def test_a_terminal_gets_no_escape_sequence_of_a_name(here: Path) -> None:
     def inspect() -> int:
         for number in range(3):
             os.dup2(slave, number)
-        sys.stdin = os.fdopen(0)
-        sys.stdout = os.fdopen(1, "w")
-        sys.stderr = os.fdopen(2, "w")
+        sys.stdin = os.fdopen(0, encoding="utf-8")
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8")
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8")
         code = main(["inspect", name])
         sys.stdout.flush()
         sys.stderr.flush()
@@ -279,13 +283,13 @@ FULL = "/dev/full"
 def test_what_is_written_is_no_failure_where_stdout_takes_nothing(
     here: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open(FULL, "w") as full:
+    with open(FULL, "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["convert", DEMO, "--to", "skipinit", "-o", "out"]) == 0
     assert (here / "out" / "model.safetensors").is_file()
     assert "note: all is written, but stdout takes no text" in capsys.readouterr().err
 
-    with open(FULL, "w") as full:
+    with open(FULL, "w", encoding="utf-8") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["inspect", DEMO]) == 2
     assert "No space left" in capsys.readouterr().err

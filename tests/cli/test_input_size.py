@@ -30,7 +30,7 @@ SIZE = ["--input-size", "3,40,20"]
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "one_size.py").write_text(FACTORY)
+    (tmp_path / "one_size.py").write_text(FACTORY, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "one_size:fixed"
@@ -56,7 +56,9 @@ def test_it_is_said_once(name: str, capsys: pytest.CaptureFixture[str], undrawn:
     assert main(["verify", "out", "--trust-factory"]) == 0
     assert main(["report", "out", "--trust-factory", "-o", "out.html"]) == 0
     assert main(["export", "out", "--trust-factory", "-o", "out.onnx"]) == 0
-    assert json.loads(Path("out.onnx.preprocess.json").read_text())["input"]["size"] == [3, 40, 20]
+    assert json.loads(Path("out.onnx.preprocess.json").read_text(encoding="utf-8"))["input"][
+        "size"
+    ] == [3, 40, 20]
 
     source = zoo.open_source(name)
     x = torch.randn(2, 3, 40, 20)

@@ -32,7 +32,7 @@ def plan(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
         step = {"scheme": "folded", "options": {}, "edits": [dict(EDIT)], "outcomes": {}}
         body: dict[str, Any] = {"version": VERSION, "steps": [step]}
         change(body)
-        (here / "p.json").write_text(json.dumps(body))
+        (here / "p.json").write_text(json.dumps(body), encoding="utf-8")
 
     return write
 
@@ -54,7 +54,7 @@ def images(**shown: str) -> Callable[[Path], None]:
             if content in ("RGB", "L"):
                 Image.new(content, (40, 40)).save(here / "images" / name / "x.png")
             else:
-                (here / "images" / name / "x.png").write_text(content)
+                (here / "images" / name / "x.png").write_text(content, encoding="utf-8")
 
     return write
 

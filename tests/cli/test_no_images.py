@@ -82,7 +82,7 @@ def test_to_a_verified_file(
         assert main([*arguments, "--json"]) == 0
         return json.loads(capfd.readouterr().out)
 
-    (here / "no_images.py").write_text(FACTORY)
+    (here / "no_images.py").write_text(FACTORY, encoding="utf-8")
     monkeypatch.syspath_prepend(str(here))
     source = f"no_images:{name}"
     shapes = TAKES[name]

@@ -227,7 +227,7 @@ def test_a_plan_that_is_written_has_the_steps_of_this_call_and_can_be_carried_ou
 
     body = run_json(capfd, "convert", "one", "--to", scheme, "--plan", "p.json", "-o", "new")
 
-    steps = plan.Plan.from_json(Path("p.json").read_text()).steps
+    steps = plan.Plan.from_json(Path("p.json").read_text(encoding="utf-8")).steps
     (done,) = written
     assert [step.scheme for step in before.plan.steps] == ["folded"]
     assert done.plan.steps == (*before.plan.steps, *steps)
@@ -317,7 +317,7 @@ def test_the_recipe_of_a_run_names_the_network_that_was_typed(
     recipe = reached.value.recipe
     assert recipe.model.model_dump() == {"name": "one", **network}
     assert (recipe.data.root, recipe.optim.lr) == ("demo", 0.125)
-    Path("again.yaml").write_text(recipe_files.dump(recipe))
+    Path("again.yaml").write_text(recipe_files.dump(recipe), encoding="utf-8")
     assert recipe_files.load_recipe(Path("again.yaml")) == recipe
 
 

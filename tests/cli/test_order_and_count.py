@@ -69,7 +69,7 @@ def in_tar(place: Path, form: str) -> Path:
 
 def in_csv(place: Path, form: str) -> Path:
     labels = write_images(place / "images", form)
-    with (place / "list.csv").open("w", newline="") as file:
+    with (place / "list.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("file", "label"), *labels.items()])
     return place / "list.csv"
 

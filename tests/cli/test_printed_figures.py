@@ -1,6 +1,7 @@
 """Law of figures: each line that is printed has the figure of its own key, in the unit it names."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -226,12 +227,39 @@ def test_a_long_cell_is_shown_whole_in_a_narrow_terminal(
     capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     path = "backbone." + "layer1.block7." * 6 + "norm"
 
     tables.table("", ("path", "n"), [(path, 12)], right=("n",))
 
     rows = printed(capfd)[2:]
     assert "".join(row[:34].strip().removesuffix(" 12").strip() for row in rows) == path
+
+
+ROWS = [
+    ("layer1.0.bn1", "BatchNorm2d", 64, "folds into backbone.layer1.0.conv1"),
+    ("layer1.0.downsample.1", "SynchronizedBatchNorm2d", 128, "stays, as two layers read it"),
+    ("head", "", 2048, ""),
+]
+
+
+@pytest.mark.parametrize("columns", [10, 40, 70, 90, 110, 300])
+def test_no_word_of_a_table_is_cut_in_a_pipe(
+    columns: int, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`| grep` finds a key, however narrow the terminal behind it is."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+
+    tables.table("", ("path", "kind", "channels", "what becomes of it"), ROWS, right=("channels",))
+
+    lines = printed(capfd)
+    words = " ".join(lines).split()
+    for row in ROWS:
+        assert [word for word in " ".join(map(str, row)).split() if word not in words] == []
+    if columns >= 110:
+        assert len(lines) == 2 + len(ROWS), "there is room for every cell"
+    if columns >= 90:
+        assert max(map(len, lines)) <= columns
 
 
 def test_of_many_warnings_about_a_proof_five_are_printed_and_the_others_counted(

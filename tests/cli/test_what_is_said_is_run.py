@@ -205,7 +205,7 @@ def test_every_remedy_that_an_error_names_is_run(
     capfd: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Path("odd_networks.py").write_text(ODD)
+    Path("odd_networks.py").write_text(ODD, encoding="utf-8")
     monkeypatch.syspath_prepend(str(here))
     torch.save(timm.create_model("resnet18").state_dict(), "weights.pth")
     torch.save(timm.create_model("resnet18", num_classes=7).state_dict(), "seven.pth")
@@ -232,7 +232,7 @@ def test_a_card_tells_the_truth(scheme: str, here: Path, capfd: Capture) -> None
     They bring the source back if the card says so.
     """
     run_json(capfd, "convert", MODEL, "--to", scheme, "-o", "out")
-    card = Path("out/README.md").read_text()
+    card = Path("out/README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
     scope: dict[str, object] = {}
     exec(code.replace('"."', '"out"'), scope)

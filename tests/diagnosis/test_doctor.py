@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from support import needs, zoo_networks
 from support.command_line import MODEL, Capture, run_json
 from support.sampled_tables import quick
 from support.trained_networks import NETWORKS
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import normswap
@@ -581,38 +580,6 @@ def test_a_broken_shift_of_a_norm_that_nobody_calls_is_remarked_on() -> None:
     with torch.no_grad():
         model.spare.bias[0] = math.nan
     assert any("spare" in note for note in diagnosed(model).notes)
-
-
-class Clipped(nn.Module):
-    """Two norms with an activation between them that is called with arguments."""
-
-    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.act = act
-        self.bn1 = nn.BatchNorm2d(3)
-        self.bn2 = nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bn2(self.act(self.bn1(x)))
-
-
-@pytest.mark.parametrize(
-    ("called", "module"),
-    [
-        (lambda x: F.hardtanh(x, 0.0, 6.0), nn.ReLU6()),
-        (lambda x: F.leaky_relu(x, 0.3), nn.LeakyReLU(0.3)),
-        (lambda x: F.softplus(x, 0.5), nn.Softplus(0.5)),
-        (lambda x: torch.celu(x, 0.5), nn.CELU(0.5)),
-    ],
-)
-def test_arguments_of_an_activation_count_in_predictions(
-    called: Callable[[Tensor], Tensor], module: nn.Module
-) -> None:
-    pairs = []
-    for act in (called, module):
-        traced = inspect(Clipped(act).eval(), torch.randn(2, 3, 8, 8)).traced
-        pairs.append(weight_moments.predicted_moments(traced)["bn2"])
-    torch.testing.assert_close(pairs[0], pairs[1])
 
 
 def test_what_a_relu_leaves_of_a_normal_distribution_is_predicted() -> None:

@@ -169,7 +169,7 @@ def test_a_full_disk_is_no_fault_of_the_network(
 def package(tmp_path: Path) -> Path:
     folder = tmp_path / "net.mlpackage"
     folder.mkdir()
-    (folder / "Manifest.json").write_text(json.dumps({"itemInfoEntries": {}}))
+    (folder / "Manifest.json").write_text(json.dumps({"itemInfoEntries": {}}), encoding="utf-8")
     return folder
 
 
@@ -190,7 +190,7 @@ def test_no_reader_is_asked_for_a_package_that_names_files_elsewhere(
 ) -> None:
     # The stand-in has no function that reads.
     install(monkeypatch, "coremltools")
-    (package / "Manifest.json").write_text(json.dumps(manifest))
+    (package / "Manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
     with pytest.raises((SourceError, ValueError), match=said):
         read(package)

@@ -71,7 +71,7 @@ def test_a_package_holds_the_folded_network_and_is_not_called_verified(
     assert weights in content(file)["Data/com.apple.CoreML/weights/weight.bin"]
     assert done.bytes == sum(map(len, content(file).values()))
 
-    body = json.loads(done.sidecar.read_text())
+    body = json.loads(done.sidecar.read_text(encoding="utf-8"))
     assert body["checked"] == formats.NOT_RUN
 
     exported = ExportedFile.find(str(file))

@@ -135,7 +135,9 @@ def test_two_options_of_export(
     count = 3 if "--dynamic-batch" in words else 1
     seed = torch.Generator().manual_seed(1)
     pixels = torch.rand(count, channels, side, side, generator=seed)
-    config = json.loads((shipped.FOLDER / "config.json").read_text())["pretrained_cfg"]
+    config = json.loads((shipped.FOLDER / "config.json").read_text(encoding="utf-8"))[
+        "pretrained_cfg"
+    ]
     mean = torch.tensor([0.4] * 3 if "--image-mean" in words else config["mean"]).reshape(
         1, -1, 1, 1
     )

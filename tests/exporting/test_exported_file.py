@@ -342,7 +342,7 @@ def test_the_next_step_that_is_named_can_be_done(
     """Features, maps of them too, have no accuracy, and the largest is no answer; `verify` compares
     them.
     """
-    (tmp_path / "backbones.py").write_text(NETWORKS)
+    (tmp_path / "backbones.py").write_text(NETWORKS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "backbones", raising=False)
     monkeypatch.chdir(tmp_path)

@@ -165,7 +165,7 @@ def test_onnx_holds_what_a_caller_needs(tmp_path: Path) -> None:
     proto = onnx.load(file)
     told = {entry.key: entry.value for entry in proto.metadata_props}
     record = json.loads(told["preprocess"])
-    beside = json.loads((tmp_path / "demo.onnx.preprocess.json").read_text())
+    beside = json.loads((tmp_path / "demo.onnx.preprocess.json").read_text(encoding="utf-8"))
     assert (
         beside.pop("checked")["inputs"] == "given images"
     )  # the file is whole before it is checked
@@ -205,7 +205,7 @@ def test_bf16_is_of_weights_only(tmp_path: Path) -> None:
         assert done.bytes < 2.3 * weights(model) + 150_000
         assert "weights are stored in bf16" in done.notes[0]
         assert 1e-5 < done.figures.relative_l2 <= FIGURES["bf16"]
-        told = json.loads(done.sidecar.read_text())
+        told = json.loads(done.sidecar.read_text(encoding="utf-8"))
         assert told["precision"] == {"weights": "bf16", "arithmetic": "fp32"}
         answers.append(torch.cat([formats.get(form).open(file)(one) for one in x.split(1)]))
 
@@ -403,7 +403,7 @@ def test_an_onnx_file_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_weights_that_belong_to_a_file_of_another_format_stay(force: bool, tmp_path: Path) -> None:
     """OpenVINO and ncnn both put weights into FILE.bin."""
     for name in ("net.param", "net.bin"):
-        (tmp_path / name).write_text("ncnn's")
+        (tmp_path / name).write_text("ncnn's", encoding="utf-8")
     with pytest.raises(
         OutputError, match=r"net\.bin belongs to .*net\.param\. Give net\.xml another name"
     ):
@@ -411,7 +411,7 @@ def test_weights_that_belong_to_a_file_of_another_format_stay(force: bool, tmp_p
             nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.xml", input_size=(3, 8, 8), force=force
         )
 
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == {
         "net.param": "ncnn's",
         "net.bin": "ncnn's",
     }
@@ -441,7 +441,9 @@ def test_a_check_on_noise_only_is_said(
     inspected = " ".join(inspected.split())
     assert ("; 16 samples, smooth noise" in inspected) is (data is None)
     assert ("; 5 samples, given images" in inspected) is (data is not None)
-    record = json.loads((tmp_path / "net.pt2.preprocess.json").read_text())["checked"]
+    record = json.loads((tmp_path / "net.pt2.preprocess.json").read_text(encoding="utf-8"))[
+        "checked"
+    ]
     assert (record["noise_only"], record["count"]) == (data is None, 5 if data else 16)
 
 

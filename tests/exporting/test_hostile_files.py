@@ -852,7 +852,9 @@ def test_a_core_ml_package_names_no_file_outside(path: str, tmp_path: Path) -> N
     (package / "Data").mkdir(parents=True)
     if path.startswith("link"):
         (package / "Data" / "link").symlink_to(tmp_path)
-    (package / "Manifest.json").write_text(json.dumps({"itemInfoEntries": {"x": {"path": path}}}))
+    (package / "Manifest.json").write_text(
+        json.dumps({"itemInfoEntries": {"x": {"path": path}}}), encoding="utf-8"
+    )
 
     with pytest.raises(SourceError, match="outside of its folder"):
         coreml_file.require_own_files(package)
@@ -863,7 +865,9 @@ def test_a_core_ml_package_names_its_own_files(tmp_path: Path) -> None:
     (package / "Data" / "model").mkdir(parents=True)
     (package / "Data" / "model" / "model.mlmodel").write_bytes(b"")
     entries = {"x": {"path": "model/model.mlmodel"}}
-    (package / "Manifest.json").write_text(json.dumps({"itemInfoEntries": entries}))
+    (package / "Manifest.json").write_text(
+        json.dumps({"itemInfoEntries": entries}), encoding="utf-8"
+    )
 
     coreml_file.require_own_files(package)
 

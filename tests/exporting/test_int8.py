@@ -76,7 +76,7 @@ def test_a_small_network_in_onnx(tmp_path: Path) -> None:
     assert all(abs(onnx.numpy_helper.to_array(t)).max() == 64 for t in weights)
     assert done.quantized["calibrated_on"] == 32
 
-    body = json.loads(done.sidecar.read_text())
+    body = json.loads(done.sidecar.read_text(encoding="utf-8"))
     assert body["precision"] == {"weights": "int8", "arithmetic": "int8"}
     assert body["quantization"]["measured"]["count"] == 64
     assert body["quantization"]["measured"]["agreement"] == done.figures.agreement
@@ -182,7 +182,9 @@ def test_what_is_written_with_pt2(once: Path) -> None:
     torch.export.load(once, extra_files=extra)
     assert extra["dtype"] == "int8"
     assert json.loads(extra["preprocess"])["input"]["batch"] is None
-    body = json.loads(once.with_name("net.pt2.preprocess.json").read_text())["quantization"]
+    body = json.loads(once.with_name("net.pt2.preprocess.json").read_text(encoding="utf-8"))[
+        "quantization"
+    ]
     of_format, of_images = body["notes"]
     assert "import torch.ao.quantization.fx._decomposed before" in of_format
     assert of_images.startswith("assumed, as the network does not say: mean")

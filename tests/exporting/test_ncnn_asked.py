@@ -56,7 +56,7 @@ def record(tmp_path: Path) -> Path:
     """The folder in which the stand-in of pnnx leaves what it was given."""
     made = tmp_path / "record"
     made.mkdir()
-    (made / "graph").write_text(GRAPH)
+    (made / "graph").write_text(GRAPH, encoding="utf-8")
     return made
 
 
@@ -71,7 +71,7 @@ def install_pnnx(monkeypatch: pytest.MonkeyPatch, record: Path, *lines: str) -> 
         'cp "$1" "$kept/given.pt"',
         'pwd > "$kept/place"',
     ]
-    script.write_text("\n".join([*begin, *lines, ""]))
+    script.write_text("\n".join([*begin, *lines, ""]), encoding="utf-8")
     script.chmod(0o755)
     install(monkeypatch, "pnnx", EXEC_PATH=str(script))
 
@@ -101,14 +101,14 @@ def test_a_file_has_our_names_and_metadata(
 
     ncnn_file.write(two_contents(half=half), file)
 
-    (words,) = (record / "words").read_text().splitlines()
+    (words,) = (record / "words").read_text(encoding="utf-8").splitlines()
     assert words.split()[1:] == [f"fp16={int(half)}"]
     require_two(given(record), half=half)
     # It works beside the file, where the next export would find what it leaves. It left nothing.
-    assert Path((record / "place").read_text().strip()).parent == folder.resolve()
+    assert Path((record / "place").read_text(encoding="utf-8").strip()).parent == folder.resolve()
     assert {each.name for each in folder.iterdir()} == {"net.param", "net.bin"}
     assert file.with_suffix(".bin").read_bytes() == b"weights"
-    assert file.read_text().startswith(NAMED)
+    assert file.read_text(encoding="utf-8").startswith(NAMED)
     assert ncnn_file.metadata(file) == TEXTS
     assert [*ncnn_file.nodes(file).items()] == [
         ("Convolution", 2),
@@ -146,7 +146,7 @@ def test_what_the_tools_refuse_is_said(
 
     assert not [*folder.iterdir()]
     # It was also asked for the network in simpler operators.
-    assert len((record / "words").read_text().splitlines()) == 2
+    assert len((record / "words").read_text(encoding="utf-8").splitlines()) == 2
     require_two(given(record), half=False)
 
 
@@ -214,7 +214,7 @@ def opened(
         layer_to_index=lambda kind: -1 if kind == "Lacking" else 0,
     )
     file = folder / "net.param"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     return ncnn_file.open(file, **inside)
 
 

@@ -136,7 +136,10 @@ def test_a_file_with_a_layer_that_it_lacks_names_the_layer(tmp_path: Path) -> No
     file = normswap.export(
         nn.Conv2d(3, 4, 3).eval(), tmp_path / "net.param", input_size=(3, 8, 8)
     ).file
-    file.write_text(file.read_text().replace("Convolution ", "aten::meshgrid "))
+    file.write_text(
+        file.read_text(encoding="utf-8").replace("Convolution ", "aten::meshgrid "),
+        encoding="utf-8",
+    )
     with pytest.raises(
         VerificationError, match="ncnn cannot run it: it has no layer aten::meshgrid"
     ):

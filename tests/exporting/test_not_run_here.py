@@ -43,7 +43,7 @@ def test_the_folded_network_is_proven_in_its_place(
     done = normswap.export(model, tmp_path / "a.pt2", input_size=(3, 8, 8), images=images)
     assert (done.figures, done.noise_only) == (None, not given)
     assert calls == [("the folded network", 5 if given else 16)]
-    assert json.loads(done.sidecar.read_text())["checked"] == "not run here"
+    assert json.loads(done.sidecar.read_text(encoding="utf-8"))["checked"] == "not run here"
     exported = ExportedFile.find(str(done.file))
     assert exported is not None
     for run in (exported.network, lambda: exported_file.verify(exported, model)):
@@ -67,9 +67,9 @@ def test_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def package(place: Path) -> Path:
     place.mkdir()
-    (place / "Manifest.json").write_text("{}")
+    (place / "Manifest.json").write_text("{}", encoding="utf-8")
     (place / "Data").mkdir()
-    (place / "Data" / "weights").write_text("12345")
+    (place / "Data" / "weights").write_text("12345", encoding="utf-8")
     return place
 
 

@@ -518,7 +518,7 @@ def test_the_record_of_an_export_is_that_by_hand(tmp_path: Path) -> None:
     assert (figures.count, figures.answers, figures.agreement) == (5, 5, 1.0)
     assert figures.top1 == figures.source_top1 == pytest.approx(80.0)
     assert (figures.verdict, figures.points_lost, figures.remark) == ("PROVED", 0.0, "")
-    told = json.loads(beside.read_text())
+    told = json.loads(beside.read_text(encoding="utf-8"))
     assert told.pop("checked") == {
         **json.loads(json.dumps(asdict(figures))),
         "noise_only": False,
@@ -559,7 +559,7 @@ def test_verify_measures_what_export_measured(dtype: str, tmp_path: Path) -> Non
     batches = [(images[:3], labels[:3]), (images[3:], labels[3:])]
     calibrate = torch.randn(4, *SIZE) if dtype == "int8" else None
     done = normswap.export(model, file, dtype=dtype, images=batches, calibrate=calibrate)
-    beside = json.loads(done.sidecar.read_text())
+    beside = json.loads(done.sidecar.read_text(encoding="utf-8"))
 
     for told in (beside, {name: beside[name] for name in beside if name not in MEASURED}):
         found = ExportedFile.find(str(file))

@@ -111,7 +111,7 @@ def test_whoever_follows_it_prepares_an_image_as_timm_does(name: str, tmp_path: 
 
     done = normswap.export(model, tmp_path / "a.pt2", input_size=asked, normalize=normalize)
 
-    told = json.loads(done.sidecar.read_text())
+    told = json.loads(done.sidecar.read_text(encoding="utf-8"))
     assert told["input"]["size"] == list(used["input_size"])
     assert (told["normalize"] is None) is normalize
     answers = formats.get("pt2").open(done.file)(followed(told, image))

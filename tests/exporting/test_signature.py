@@ -99,7 +99,7 @@ def test_all_that_goes_in_and_comes_out(name: str, form: str, tmp_path: Path) ->
     assert done.figures.count == 8
     assert not [kind for kind in done.nodes if "norm" in kind.lower()]
 
-    body = json.loads(done.sidecar.read_text())
+    body = json.loads(done.sidecar.read_text(encoding="utf-8"))
     assert [put["name"] for put in body["inputs"]] == names
     assert [put["name"] for put in body["outputs"]] == outputs
 
@@ -205,7 +205,7 @@ def test_all_that_a_network_gives_of_images(dynamic: bool, tmp_path: Path) -> No
     given = onnxruntime.InferenceSession(done.file).run(None, {"x": x.numpy()})
     for found, wanted in zip(given, called(model, (x,)), strict=True):
         assert float((torch.from_numpy(found) - wanted).norm() / wanted.norm()) < 1e-5
-    beside = json.loads(done.sidecar.read_text())
+    beside = json.loads(done.sidecar.read_text(encoding="utf-8"))
 
     assert [one["name"] for one in beside["outputs"]] == ["boxes", "scores"]
     assert beside["outputs"][0]["shape"] == [None if dynamic else 1, 2, 5]

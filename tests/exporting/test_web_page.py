@@ -86,7 +86,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
     folder = tmp_path_factory.mktemp("site")
     (folder / "node_modules").mkdir()
     (folder / "node_modules" / "onnxruntime-web").symlink_to(package())
-    (folder / "index.html").write_text(HTML)
+    (folder / "index.html").write_text(HTML, encoding="utf-8")
 
     with tarfile.open(shipped.FOLDER / "images.tar") as images:
         members = [one for one in images.getmembers() if one.isfile()][::60]
@@ -107,7 +107,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
 def shown(folder: Path, address: str, model: str, images: list[str]) -> list[list[str]]:
     """What the page shows for each image, best first."""
     query = "&".join([f"model={model}", *(f"image={name}" for name in images)])
-    (folder / "watch.html").write_text(WATCH.format(query=query, count=len(images)))
+    (folder / "watch.html").write_text(
+        WATCH.format(query=query, count=len(images)), encoding="utf-8"
+    )
     command = [
         str(CHROMIUM),
         *FLAGS,

@@ -210,10 +210,11 @@ def test_models_that_do_not_run_say_where(folder: str, tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_text(
         "import torch\nclass Mine(torch.nn.Conv2d):\n    def forward(self, x):\n        return"
-        " x.view(7, 7)\n"
+        " x.view(7, 7)\n",
+        encoding="utf-8",
     )
     mine: dict[str, Any] = {}
-    exec(compile(file.read_text(), file, "exec"), mine)
+    exec(compile(file.read_text(encoding="utf-8"), file, "exec"), mine)
 
     with pytest.raises(
         TraceError, match=r"Sequential does not run on an input of size 1x\d+x.*, at 1: "

@@ -52,13 +52,15 @@ def test_every_cited_place_is_a_row() -> None:
     for path in files:
         is_text = path.suffix in (".py", ".md", ".yaml", ".jinja", ".ipynb")
         if is_text and path not in (LIST, Path(__file__)):
-            text = path.read_text("utf-8")
+            text = path.read_text(encoding="utf-8")
             # Most files name none of the works, and need no closer look.
             if ANY_WORK.search(text):
                 name = str(path.relative_to(ROOT))
                 found.update((name, *place) for place in cited(text))
 
-    rows = re.findall(r"^\| `(.+)` \| (.+), (.+) \| .+ \|$", LIST.read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(.+)` \| (.+), (.+) \| .+ \|$", LIST.read_text(encoding="utf-8"), re.MULTILINE
+    )
 
     assert sorted(found) == sorted(rows)
 

@@ -39,7 +39,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -84,7 +86,7 @@ def run(page: Path, story: list[Block], capture: pytest.CaptureFixture[str]) -> 
             continue
         capture.readouterr()
         if block.file:
-            Path(block.file).write_text(block.text)
+            Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "python":
             exec(compile(block.text, str(page), "exec"), names)
         else:
@@ -141,21 +143,21 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 @pytest.mark.usefixtures("desk")
 def test_notebooks_run(notebook: Path) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
-    for number, cell in enumerate(json.loads(notebook.read_text())["cells"]):
+    for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
         if cell["cell_type"] == "code":
             assert cell["outputs"] == []
             exec(compile("".join(cell["source"]), f"{notebook.name}[{number}]", "exec"), names)
 
 
 def test_notebooks_are_linked() -> None:
-    index = (ROOT / "docs" / "README.md").read_text()
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     assert NOTEBOOKS
     assert all(f"notebooks/{notebook.name})" in index for notebook in NOTEBOOKS)
 
 
 @pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: page.stem)
 def test_tables_are_those_of_the_scripts(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert text == filled(text)
     rest = without_tables(text)
     tables = re.findall(r"(?:^\|.*\n)+", rest, re.M)
@@ -210,14 +212,14 @@ def options() -> set[str]:
 
 @pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: page.stem)
 def test_options_exist(page: Path) -> None:
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text(encoding="utf-8")))
     assert named - options() - OTHER_TOOLS == set()
 
 
 @pages
 def test_the_index_has_it(page: Path) -> None:
     index = ROOT / "docs" / "README.md"
-    assert page == index or f"({page.name})" in index.read_text()
+    assert page == index or f"({page.name})" in index.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +235,7 @@ def test_a_wrong_page_is_seen(
     text: str, why: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"{text}\n")
+    page.write_text(f"{text}\n", encoding="utf-8")
     with pytest.raises(AssertionError, match=why):
         run(page, blocks(page), capfd)
 
@@ -242,7 +244,8 @@ def test_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```python slow needs=no_such_package\n1\n```\n```bash exit=2\n```\n```python"
-        " file=a.py\n```\n"
+        " file=a.py\n```\n",
+        encoding="utf-8",
     )
     marks = [(block.slow, block.needs, block.exit_code, block.file) for block in blocks(page)]
     assert marks == [(True, "no_such_package", 0, ""), (False, "", 2, ""), (False, "", 0, "a.py")]

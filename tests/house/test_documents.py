@@ -90,7 +90,7 @@ BROUGHT = {
 def flow() -> list[tuple[str, str]]:
     """(caller, file) of every line of the list in ARCHITECTURE.md."""
     (block,) = re.findall(
-        r"^```flow\n(.*?)^```", (HERE / "ARCHITECTURE.md").read_text(), re.M | re.S
+        r"^```flow\n(.*?)^```", (HERE / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.M | re.S
     )
     found: list[tuple[str, str]] = []
     above: list[str] = []
@@ -120,7 +120,7 @@ def room(file: str) -> int:
 def test_files_that_are_named_exist() -> None:
     missing = []
     for document in DOCUMENTS:
-        text = (HERE / document).read_text()
+        text = (HERE / document).read_text(encoding="utf-8")
         named = re.findall(r"`([\w./*-]+\.(?:py|md|yaml|toml|json))`", text)
         named += re.findall(r"\]\(([^)#:]+)[)#]", text)
         for name in named:
@@ -132,10 +132,10 @@ def test_files_that_are_named_exist() -> None:
 
 
 def test_rooms_and_schemes_are_all_there() -> None:
-    text = (HERE / "ARCHITECTURE.md").read_text()
+    text = (HERE / "ARCHITECTURE.md").read_text(encoding="utf-8")
     assert [name for name in FLOOR if f"| `{name}" not in text and f", `{name}" not in text] == []
 
-    algebra = (HERE / "docs/algebra.md").read_text()
+    algebra = (HERE / "docs/algebra.md").read_text(encoding="utf-8")
     lines = algebra.split("### Insert")[1].splitlines()
     first_cells = "".join(line.split("|")[1] for line in lines if line.startswith("| `"))
     assert [name for name in schemes.names() if f"`{name}`" not in first_cells] == []

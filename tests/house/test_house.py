@@ -70,7 +70,7 @@ def edges_of(texts: dict[str, str]) -> Edges:
 
 @functools.cache
 def house() -> Edges:
-    return edges_of({name_of(file): file.read_text() for file in FILES})
+    return edges_of({name_of(file): file.read_text(encoding="utf-8") for file in FILES})
 
 
 def reach(edges: Edges, start: str) -> set[str]:
@@ -147,19 +147,24 @@ def test_imports_point_down() -> None:
 
 
 def test_nobody_uses_what_is_private_to_another_file() -> None:
-    assert {name_of(file): found for file in FILES if (found := reaches_in(file.read_text()))} == {}
+    assert {
+        name_of(file): found
+        for file in FILES
+        if (found := reaches_in(file.read_text(encoding="utf-8")))
+    } == {}
 
 
 def test_the_terminal_stays_in_its_room() -> None:
     uses = {
-        name_of(file): {name.split(".")[0] for name in imports(file.read_text())} & TERMINAL
+        name_of(file): {name.split(".")[0] for name in imports(file.read_text(encoding="utf-8"))}
+        & TERMINAL
         for file in FILES
     }
     assert [name for name, roots in uses.items() if roots and name.split(".")[0] != "cli"] == []
 
 
 def test_files_say_what_they_are() -> None:
-    texts = {name_of(file): file.read_text() for file in FILES}
+    texts = {name_of(file): file.read_text(encoding="utf-8") for file in FILES}
     assert [name for name, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
 
 
@@ -186,13 +191,17 @@ def crowded(text: str) -> list[str]:
 
 
 def test_functions_take_at_most_eight_parameters() -> None:
-    assert {name_of(file): found for file in FILES if (found := crowded(file.read_text()))} == {}
+    assert {
+        name_of(file): found
+        for file in FILES
+        if (found := crowded(file.read_text(encoding="utf-8")))
+    } == {}
 
 
 def test_folders_are_named_when_packed() -> None:
-    packed = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "packages"
-    ]
+    packed = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]["packages"]
     folders = {".".join(("normswap", *file.parent.relative_to(ROOT).parts)) for file in FILES}
     assert set(packed) == folders | {"normswap.recipes"}
 
@@ -222,7 +231,7 @@ def test_public_names_are_there() -> None:
 
     for name in names:
         assert getattr(normswap, name) is not None
-    tree = ast.parse((ROOT / "__init__.py").read_text())
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     imported = [
         node
         for node in ast.walk(tree)
@@ -262,7 +271,7 @@ def classifies(text: str) -> list[str]:
 
 def test_what_a_module_is_is_decided_in_its_room() -> None:
     elsewhere = [file for file in FILES if name_of(file).split(".")[0] not in ("sites", "layers")]
-    found = {name_of(file): classifies(file.read_text()) for file in elsewhere}
+    found = {name_of(file): classifies(file.read_text(encoding="utf-8")) for file in elsewhere}
     assert {name: asked for name, asked in found.items() if asked} == {}
 
 
@@ -316,6 +325,16 @@ def without_encoding(text: str) -> list[str]:
 
 def test_every_text_has_an_encoding() -> None:
     found = {name_of(file): without_encoding(file.read_text(encoding="utf-8")) for file in FILES}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+
+
+def test_every_file_that_tests_and_recipes_read_has_an_encoding() -> None:
+    """What a process prints is in the encoding of its system."""
+    found: dict[str, list[str]] = {}
+    for folder in ("tests", "recipes"):
+        for file in sorted((ROOT.parent / folder).rglob("*.py")):
+            calls = without_encoding(file.read_text(encoding="utf-8"))
+            found[str(file)] = [call for call in calls if not call.startswith("subprocess.")]
     assert {name: calls for name, calls in found.items() if calls} == {}
 
 
@@ -404,7 +423,7 @@ def test_only_declared_skips_pass(
 ) -> None:
     body, outcome = SKIPS[name]
     monkeypatch.setitem(needs.DECLARED, "no_such_package", "nobody has it")
-    pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text())
+    pytester.makeconftest((Path(__file__).parents[1] / "conftest.py").read_text(encoding="utf-8"))
     pytester.makeini("[pytest]\nmarkers =\n    needs: as in pyproject.toml\n")
     program = "import unittest\nimport pytest\nfrom pytest import mark\nfrom support import needs\n"
     pytester.makepyfile(f"{program}{body}\n")

@@ -219,7 +219,7 @@ def net():
 
 def listed(row: str, name: str) -> set[str]:
     """The files that a row of the table names, from the repository's root."""
-    lines = (HERE / "ARCHITECTURE.md").read_text().splitlines()
+    lines = (HERE / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()
     line = next(line for line in lines if line.startswith(f"| {row} |"))
     cell = line.split("|")[2].replace("NAME", name)
 
@@ -233,13 +233,13 @@ def listed(row: str, name: str) -> set[str]:
 def apply(change: Change, file: Path) -> None:
     if isinstance(change, str):
         assert not file.exists()
-        file.write_text(change)
+        file.write_text(change, encoding="utf-8")
         return
 
     old, new = change
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     assert text.count(old) == 1, f"{file} has {old!r} not once"
-    file.write_text(text.replace(old, new))
+    file.write_text(text.replace(old, new), encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     file = tmp_path / "normswap" / "cli" / "app.py"
     file.parent.mkdir(parents=True)
-    file.write_text("a\nb\nc\n")
+    file.write_text("a\nb\nc\n", encoding="utf-8")
     return tmp_path
 
 
@@ -40,7 +40,7 @@ def test_they_stand_beside_the_last_tag(tree: Path, capsys: pytest.CaptureFixtur
     git(tree, "add", ".")
     git(tree, "commit", "-m", "one")
     git(tree, "tag", "v1")
-    (tree / "normswap" / "cli" / "app.py").write_text("a\nb\nc\nd\n")
+    (tree / "normswap" / "cli" / "app.py").write_text("a\nb\nc\nd\n", encoding="utf-8")
     git(tree, "commit", "-a", "-m", "two")
 
     lines_per_room.main([])
@@ -52,7 +52,7 @@ def test_they_stand_beside_the_last_tag(tree: Path, capsys: pytest.CaptureFixtur
 
 def test_core_seconds_stand_below(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tree / "default.json"
-    file.write_text(json.dumps({"rooms": {"cli": 3.0, "start": 1.5}}))
+    file.write_text(json.dumps({"rooms": {"cli": 3.0, "start": 1.5}}), encoding="utf-8")
 
     lines_per_room.main([str(file), str(tree / "missing.json")])
 

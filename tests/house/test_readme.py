@@ -21,7 +21,7 @@ def test_python_blocks_print_what_they_show(
     """The blocks are one program, in the order of the page."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    story = blocks_in(README.read_text())
+    story = blocks_in(README.read_text(encoding="utf-8"))
     pairs = [pair for pair in itertools.pairwise(story) if pair[0].language == "python"]
     assert len(pairs) == 2
 
@@ -64,7 +64,7 @@ def test_the_first_screen_prints_what_it_shows(
     """Each output stands under its command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    before_python, _, _ = README.read_text().partition("```python")
+    before_python, _, _ = README.read_text(encoding="utf-8").partition("```python")
     first_screen = blocks_in(before_python)[1:]
     assert [block.language for block in first_screen] == ["bash", "text"] * 4
 
@@ -86,10 +86,14 @@ def test_setup_commands() -> None:
 @pytest.mark.parametrize("name", schemes.names())
 def test_every_scheme_is_in_the_table(name: str) -> None:
     rows = [
-        line.split("|")[1] for line in README.read_text().splitlines() if line.startswith("| `")
+        line.split("|")[1]
+        for line in README.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
     ]
     assert any(f"`{name}`" in first for first in rows)
 
 
 def test_the_citation_has_the_version() -> None:
-    assert f"\nversion: {__version__}\n" in (README.parent / "CITATION.cff").read_text()
+    assert f"\nversion: {__version__}\n" in (README.parent / "CITATION.cff").read_text(
+        encoding="utf-8"
+    )

@@ -24,7 +24,7 @@ SCHEMAS = {
 
 
 def parsed(name: str) -> Any:
-    return reading.parse_yaml((GITHUB / name).read_text())
+    return reading.parse_yaml((GITHUB / name).read_text(encoding="utf-8"))
 
 
 def scripts(workflow: Any) -> list[str]:
@@ -42,7 +42,9 @@ def test_every_file_has_a_schema() -> None:
 
 def test_ci_runs_what_is_run_here_on_the_lowest_python() -> None:
     workflow = parsed("workflows/ci.yml")
-    lowest = re.search(r'requires-python = ">=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    lowest = re.search(
+        r'requires-python = ">=([0-9.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    )
     assert lowest is not None
     pythons = workflow["jobs"]["linux"]["strategy"]["matrix"]["python"]
 
@@ -59,7 +61,7 @@ def test_a_release_is_built_as_here_and_needs_no_token() -> None:
     assert ".ci/release" in scripts(workflow)
     publish = workflow["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"}
-    assert "secrets" not in (GITHUB / "workflows/release.yml").read_text()
+    assert "secrets" not in (GITHUB / "workflows/release.yml").read_text(encoding="utf-8")
 
 
 def test_a_report_of_an_error_asks_the_doctor() -> None:

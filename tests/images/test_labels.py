@@ -152,7 +152,7 @@ def test_labels_without_names_are_in_the_order_of_their_numbers(
     data = tmp_path / "data"
     if kind == "csv":
         data = data / "labels.csv"
-        data.write_text("".join(lines))
+        data.write_text("".join(lines), encoding="utf-8")
     config = {**CONFIG, "num_classes": 12, "mean": [0.0] * 3, "std": [1.0] * 3}
     del config["label_names"]
 
@@ -337,7 +337,7 @@ def test_an_encoder_is_compared_by_its_features(
     assert main(["export", "encoder", "-o", "encoder.onnx", *data]) == 0
     assert main(["verify", "encoder.onnx", "--against", "encoder", *data]) == 0
     assert main(["report", "encoder", "-o", "encoder.html", *data]) == 0
-    assert f"{off:.1e}" in (tmp_path / "encoder.html").read_text()
+    assert f"{off:.1e}" in (tmp_path / "encoder.html").read_text(encoding="utf-8")
 
     why = "the network has no classifier: features have no accuracy"
     refused(("evaluate", "encoder", *data), (why,), tmp_path, capfd)

@@ -375,7 +375,7 @@ def test_a_report_of_what_takes_two_arguments(
         "from support import input_forms\n\n\ndef make():\n    return"
         " input_forms.Unpacked(input_forms.Trunk())\n"
     )
-    (tmp_path / "two.py").write_text(code)
+    (tmp_path / "two.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     safetensors.torch.save_file(Unpacked(trunk()).state_dict(), tmp_path / "two.safetensors")
     source = checkpoint.open_model("two:make", weights=str(tmp_path / "two.safetensors"))

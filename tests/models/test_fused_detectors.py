@@ -76,7 +76,10 @@ def test_a_fused_detector_is_trained_again(
 
     exec(train.replace("epochs=10", f"{TRAINING}{str(tmp_path / 'runs')!r}"), names)
 
-    (rows,) = [list(csv.DictReader(file.open())) for file in Path("runs").rglob("results.csv")]
+    (rows,) = [
+        list(csv.DictReader(file.open(encoding="utf-8")))
+        for file in Path("runs").rglob("results.csv")
+    ]
     losses = [sum(float(row[key]) for key in row if key.startswith("train/")) for row in rows]
     assert losses[-1] < losses[0]
     (last,) = Path("runs").rglob("last.pt")

@@ -199,7 +199,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, dict[s
     folder = tmp_path_factory.mktemp("hub") / "resnet18"
     folder.mkdir()
     save_file(model.state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text('{"architecture": "resnet18"}')
+    (folder / "config.json").write_text('{"architecture": "resnet18"}', encoding="utf-8")
     return model, {"timm/resnet18.a1_in1k": folder}
 
 

@@ -60,9 +60,9 @@ ONE = torch.ones(1)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a user's module, images, and nothing of it imported yet."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "users_nets.py").write_text(FACTORY)
+    (tmp_path / "users_nets.py").write_text(FACTORY, encoding="utf-8")
     (tmp_path / "users_broken.py").write_text(
-        "import torch\nraise RuntimeError('no licence\\nat all')\n"
+        "import torch\nraise RuntimeError('no licence\\nat all')\n", encoding="utf-8"
     )
 
     for label in "abcd":
@@ -337,9 +337,9 @@ def test_names_of_classes_are_in_the_order_of_their_numbers(here: Path) -> None:
     """In a config.json they may be sorted as words: 0, 1, 10, 11, 2."""
     names = {number: f"class {number}" for number in range(12)}
     place = hugging_face(here / "hf", id2label=names, num_labels=12)
-    config = json.loads((place / "config.json").read_text())
+    config = json.loads((place / "config.json").read_text(encoding="utf-8"))
     config["id2label"] = dict(sorted(config["id2label"].items()))
-    (place / "config.json").write_text(json.dumps(config))
+    (place / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
     assert provenance.of(zoo.open_source(f"hf:{place}")).pretrained_cfg["label_names"] == [
         *names.values()
@@ -418,7 +418,7 @@ def test_bad_names(here: Path, fails: Run, words: str) -> None:
 def test_bad_hugging_face_directories(here: Path, fails: Run, change: str) -> None:
     place = hugging_face(here / "hf")
     state = load_file(place / "model.safetensors")
-    config = json.loads((place / "config.json").read_text())
+    config = json.loads((place / "config.json").read_text(encoding="utf-8"))
     weight = "classifier.1.weight"
     extra = []
 
@@ -442,7 +442,7 @@ def test_bad_hugging_face_directories(here: Path, fails: Run, change: str) -> No
         said = ["ResNetConfig has no argument depthz", "depths"]
 
     save_file(state, place / "model.safetensors", {"format": "pt"})
-    (place / "config.json").write_text(json.dumps(config))
+    (place / "config.json").write_text(json.dumps(config), encoding="utf-8")
     line = fails("inspect", "hf:hf", *extra)
 
     assert all(word in line for word in said), line

@@ -420,15 +420,15 @@ def test_what_is_stated_stays_with_the_network(
     assert main(["convert", name, "--to", "folded", "-o", "out", *SIZE, *STATED]) == 0
     assert main(["export", "out", "--trust-factory", "-o", "out.onnx"]) == 0
 
-    said = json.loads(Path("out.onnx.preprocess.json").read_text())
+    said = json.loads(Path("out.onnx.preprocess.json").read_text(encoding="utf-8"))
 
     assert said["normalize"] == {"mean": [0.5] * 3, "std": [0.25] * 3}
     assert said["resize"]["interpolation"] == "bilinear"
     assert said["assumed"] == []
     assert main(["export", name, *SIZE, "-o", "bare.onnx"]) == 0
-    assert json.loads(Path("bare.onnx.preprocess.json").read_text())["assumed"] == list(
-        assumed(silent())
-    )
+    assert json.loads(Path("bare.onnx.preprocess.json").read_text(encoding="utf-8"))[
+        "assumed"
+    ] == list(assumed(silent()))
     assert "assumed, as the network does not say" in capfd.readouterr().out
     assert (
         main(

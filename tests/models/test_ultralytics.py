@@ -62,7 +62,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ultralytics" / "cfg" / "models" / "11"
     folder.mkdir(parents=True)
     for name in ("yolo11.yaml", "yolo11-cls.yaml", "special.yaml"):
-        (folder / name).write_text("nc: 80")
+        (folder / name).write_text("nc: 80", encoding="utf-8")
 
 
 def checkpoint(folder: Path, **changes: Any) -> tuple[Path, Detector]:

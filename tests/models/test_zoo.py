@@ -112,7 +112,7 @@ def test_flat_config(folder: Path, state: State) -> None:
         "input_size": [3, 40, 40],
         "model_args": ARGS,
     }
-    (folder / "config.json").write_text(json.dumps(flat))
+    (folder / "config.json").write_text(json.dumps(flat), encoding="utf-8")
 
     assert network_input.size(open_source(str(folder))) == (3, 40, 40)
 
@@ -281,7 +281,7 @@ def test_shared_checkpoints(name: str) -> None:
 
 
 def _config(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "config.json").write_text(text) and None
+    return lambda folder: (folder / "config.json").write_text(text, encoding="utf-8") and None
 
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {

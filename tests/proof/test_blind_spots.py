@@ -447,6 +447,22 @@ def test_a_file_is_held_to_no_answer_that_its_network_does_not_have() -> None:
     assert (figures.verdict, figures.relative_l2) == ("PROVED", 0.0)
 
 
+@pytest.mark.parametrize("dynamic_batch", [False, True])
+def test_a_file_may_be_off_by_what_rounding_moves_where_it_is_tried(dynamic_batch: bool) -> None:
+    """The given row is far from 2.0995, and the one that is tried beside it is 2.1 there."""
+    row = torch.tensor([[3.0, 1.0, 0.0]])
+
+    figures = figures_of(
+        lambda x, w: (x[:, 2:] - 2.0995) * w.mean(),
+        lambda x: (x[:, 2:].double() - 2.0995).float(),
+        row,
+        dynamic_batch=dynamic_batch,
+    )
+
+    assert figures.verdict == "PROVED"
+    assert (figures.relative_l2 > 1e-5) is not dynamic_batch, "beside large values it is little"
+
+
 def test_a_file_of_one_number_for_all_images_is_proved() -> None:
     figures = figures_of(lambda x, w: linear(x, w).sum(), lambda x: linear(x, WEIGHT).sum())
 

@@ -530,6 +530,8 @@ def test_one_number_is_no_choice(tmp_path: Path) -> None:
     )
     done = convert(nn.Sequential(*parts).eval(), "folded", input_size=(3, 9, 9))
     save(done, tmp_path / "one")
-    (row,) = re.findall(r"^\| float64 .*$", (tmp_path / "one" / "README.md").read_text(), re.M)
+    (row,) = re.findall(
+        r"^\| float64 .*$", (tmp_path / "one" / "README.md").read_text(encoding="utf-8"), re.M
+    )
 
     assert row.endswith("|  |")

@@ -356,7 +356,7 @@ def test_accuracy_on_data(made: dict[str, Reported], tmp_path: Path, undrawn: No
 
     assert main(["report", folder, "-o", str(out), *data]) == 0
 
-    text = out.read_text()
+    text = out.read_text(encoding="utf-8")
     assert "top-1" in text
     assert "<small>10 images</small>" in text
     assert "the first 10 images" in text
@@ -385,7 +385,7 @@ def test_the_command_hands_on_where_and_how_networks_are_opened(
     written, command = capsys.readouterr().out.splitlines()
     assert f"written to {out}" in written
     assert command == f"next: normswap push {folder} OWNER/NAME --trust-factory"
-    assert out.read_text() == page.render(FACTS)
+    assert out.read_text(encoding="utf-8") == page.render(FACTS)
 
 
 UNKNOWN = {"scheme": "nobody-has-it", "options": {}}
@@ -498,7 +498,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_contrast(theme: int) -> None:
     """WCAG 2.1: 4.5 for text, 3 for graphics."""
-    css = (Path(normswap.__file__).parent / "reporting/report.css").read_text()
+    css = (Path(normswap.__file__).parent / "reporting/report.css").read_text(encoding="utf-8")
     variables = re.findall(r":root \{(.*?)\}", css, re.DOTALL)[theme]
     colours = dict(re.findall(r"--([\w-]+): (#\w{6})", variables))
 
@@ -557,7 +557,7 @@ def test_command(
     assert main(["report", folder]) == 0
 
     written = tmp_path / "v1-skipinit.html"
-    assert written.read_text() == made["v1-skipinit"].text
+    assert written.read_text(encoding="utf-8") == made["v1-skipinit"].text
     assert capsys.readouterr().out.startswith("written to v1-skipinit.html: ")
 
     monkeypatch.setattr(figures, "_svg", lambda axes: "data:")
@@ -575,7 +575,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     folder = made["v1-skipinit"].folder
     precious = tmp_path / "notes.txt"
-    precious.write_text("precious")
+    precious.write_text("precious", encoding="utf-8")
     damaged = tmp_path / "damaged"
     shutil.copytree(folder, damaged)
     (damaged / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
@@ -598,7 +598,7 @@ def test_bad_input_is_one_line(
         assert len(captured.err.splitlines()) == 1
         assert "Traceback" not in captured.err
 
-    assert precious.read_text() == "precious"
+    assert precious.read_text(encoding="utf-8") == "precious"
     assert not Path(out).exists()
 
 

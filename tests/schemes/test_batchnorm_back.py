@@ -234,7 +234,7 @@ def make():
 @pytest.fixture
 def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A network that takes images of one size, which nothing but its record says."""
-    (tmp_path / "made_for_forty.py").write_text(FACTORY)
+    (tmp_path / "made_for_forty.py").write_text(FACTORY, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     model = checkpoint.open_model("made_for_forty:make", weights="random", input_size=SIZE)
     return lived_in(model, torch.randn(4, *SIZE))

@@ -187,8 +187,8 @@ def test_nothing_is_foretold_without_images(
 
     out = capfd.readouterr().out
     assert "not known: pass --calibrate IMAGES" in out
-    assert "accuracy this keeps was not measured" in card.read_text()
-    assert not re.search(r"\d %", out + card.read_text())
+    assert "accuracy this keeps was not measured" in card.read_text(encoding="utf-8")
+    assert not re.search(r"\d %", out + card.read_text(encoding="utf-8"))
 
     data = ["--calibrate", str(shipped.FOLDER / "images.tar"), "--samples", "40"]
     assert main([*command, *data, "--json"]) == 0
@@ -199,4 +199,4 @@ def test_nothing_is_foretold_without_images(
     report = body["steps"][-1]["report"]
     assert report["kept"]["count"] == 10
     assert all(error["agreement"] is None for error in report["logits"]), "on noise that is no news"
-    assert "10 held-out images" in card.read_text()
+    assert "10 held-out images" in card.read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ def write(version: str, aside: Path) -> None:
     for name in NET:
         place = aside.with_name(name)
         place.touch(mode=0o600)
-        place.write_text(f"{version} {name}")
+        place.write_text(f"{version} {name}", encoding="utf-8")
 
 
 def export(folder: Path, version: str) -> None:
@@ -41,7 +41,9 @@ def usual_mode(file: Path) -> int:
 
 def versions(folder: Path) -> dict[str, str]:
     return {
-        name: (folder / name).read_text().split()[0] for name in NET if (folder / name).exists()
+        name: (folder / name).read_text(encoding="utf-8").split()[0]
+        for name in NET
+        if (folder / name).exists()
     }
 
 
@@ -111,13 +113,15 @@ def test_where_a_file_cannot_come_the_old_ones_are_back(
 def package(folder: Path, version: str) -> None:
     with atomic_write.writing(folder / "net.pack", ("net.json",)) as aside:
         (aside / "weights").mkdir(parents=True)
-        (aside / "weights" / "w").write_text(version)
-        (aside / "graph").write_text(version)
-        aside.with_name("net.json").write_text(version)
+        (aside / "weights" / "w").write_text(version, encoding="utf-8")
+        (aside / "graph").write_text(version, encoding="utf-8")
+        aside.with_name("net.json").write_text(version, encoding="utf-8")
 
 
 def whole_version(folder: Path) -> str:
-    (version,) = {(folder / "net.pack" / name).read_text() for name in ("weights/w", "graph")}
+    (version,) = {
+        (folder / "net.pack" / name).read_text(encoding="utf-8") for name in ("weights/w", "graph")
+    }
     return version
 
 
@@ -132,7 +136,10 @@ def test_a_directory_is_replaced_whole_wherever_a_process_is_killed(
         assert whole_version(tmp_path) == ("old" if died else "new")
     with pytest.warns(LeftBehindNote) if died else nullcontext():
         package(tmp_path, "next")
-    assert (whole_version(tmp_path), (tmp_path / "net.json").read_text()) == ("next", "next")
+    assert (whole_version(tmp_path), (tmp_path / "net.json").read_text(encoding="utf-8")) == (
+        "next",
+        "next",
+    )
     usual = tmp_path / "usual"
     usual.mkdir()
     assert (tmp_path / "net.pack").stat().st_mode == usual.stat().st_mode
@@ -152,12 +159,12 @@ def test_force_replaces_no_folder_with_one_of_the_two_files(tmp_path: Path, name
     """Somebody's folder may have a config.json, or a model.safetensors, and whatever else."""
     place = tmp_path / "mine"
     place.mkdir()
-    (place / name).write_text("mine")
-    (place / "thesis.tex").write_text("years")
+    (place / name).write_text("mine", encoding="utf-8")
+    (place / "thesis.tex").write_text("years", encoding="utf-8")
     with pytest.raises(OutputError, match="not a model directory"):
         checkpoint.save(small(), place, force=True)
     assert sorted(path.name for path in place.iterdir()) == sorted([name, "thesis.tex"])
-    assert (place / name).read_text() == "mine"
+    assert (place / name).read_text(encoding="utf-8") == "mine"
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -167,7 +174,9 @@ def tree(folder: Path) -> dict[str, str]:
         if path.is_symlink():
             found[str(path.relative_to(folder))] = f"-> {os.readlink(path)}"
         elif path.is_file():
-            found[str(path.relative_to(folder))] = path.read_text(errors="replace")
+            found[str(path.relative_to(folder))] = path.read_text(
+                errors="replace", encoding="utf-8"
+            )
     return found
 
 
@@ -178,9 +187,9 @@ def test_force_replaces_the_files_of_a_network_and_nothing_that_lies_beside_them
     checkpoint.save(convert(small(), "skipinit"), place)
     assert (place / "norms.safetensors").is_file()
     (place / ".git" / "refs").mkdir(parents=True)
-    (place / ".git" / "HEAD").write_text("ref: main")
-    (place / ".git" / "refs" / "main").write_text("ab12")
-    (place / "thesis.tex").write_text("years")
+    (place / ".git" / "HEAD").write_text("ref: main", encoding="utf-8")
+    (place / ".git" / "refs" / "main").write_text("ab12", encoding="utf-8")
+    (place / "thesis.tex").write_text("years", encoding="utf-8")
     (place / "link").symlink_to("../elsewhere")
     own = {name: text for name, text in tree(place).items() if name not in network_folder.FILES}
 
@@ -194,20 +203,20 @@ def test_force_replaces_the_files_of_a_network_and_nothing_that_lies_beside_them
 def test_force_replaces_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
     place = tmp_path / "mine"
     checkpoint.save(small(), place)
-    (tmp_path / "notes.md").write_text("years")
+    (tmp_path / "notes.md").write_text("years", encoding="utf-8")
     (place / "README.md").unlink()
     (place / "README.md").symlink_to("../notes.md")
 
     checkpoint.save(small(), place, force=True)
 
     assert not (place / "README.md").is_symlink()
-    assert (tmp_path / "notes.md").read_text() == "years"
+    assert (tmp_path / "notes.md").read_text(encoding="utf-8") == "years"
 
 
 def test_force_replaces_no_package_that_holds_something_else(tmp_path: Path) -> None:
     package = tmp_path / "net.mlpackage"
     (package / "Data").mkdir(parents=True)
-    (package / "Manifest.json").write_text("{}")
+    (package / "Manifest.json").write_text("{}", encoding="utf-8")
     names = ("Manifest.json", "Data")
     atomic_write.check_writable(package, force=True, package_of=names)
 
@@ -248,11 +257,11 @@ def test_label_offset_drops_the_first_classes(offset: int) -> None:
 
 def test_what_exists_is_replaced_by_force_alone(tmp_path: Path) -> None:
     file = tmp_path / "there"
-    file.write_text("before")
+    file.write_text("before", encoding="utf-8")
     with pytest.raises(OutputError, match=r"exists.*force=True to replace it"):
         atomic_write.check_writable(file)
     atomic_write.check_writable(file, force=True)
-    assert file.read_text() == "before"
+    assert file.read_text(encoding="utf-8") == "before"
 
 
 def test_a_header_that_is_no_record_is_one_line(tmp_path: Path) -> None:

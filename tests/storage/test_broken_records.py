@@ -83,7 +83,7 @@ def test_plans(source: Path, converted: Path, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
         plan = Path(name) / "plan.json"
         out = Path(name) / "out"
-        plan.write_text(json.dumps(body))
+        plan.write_text(json.dumps(body), encoding="utf-8")
         code, error = run_command("convert", str(source), "--from-plan", str(plan), "-o", str(out))
         check_one_line(code, error)
         assert sorted(path.name for path in Path(name).iterdir()) == (
@@ -100,7 +100,7 @@ def test_recipes(data: st.DataObject) -> None:
     body = data.draw(mutated(yaml.safe_load(recipe_files.text(name)), JUNK))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
-        file.write_text(yaml.safe_dump(body))
+        file.write_text(yaml.safe_dump(body), encoding="utf-8")
         with contextlib.suppress(RecipeError):
             recipe_files.load_recipe(file)
 
@@ -113,7 +113,7 @@ def test_training_by_recipes(source: Path, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         out = Path(folder) / "out"
-        file.write_text(yaml.safe_dump(body))
+        file.write_text(yaml.safe_dump(body), encoding="utf-8")
         code, error = run_command(
             "finetune", str(source), "--recipe", str(file), "--data", "nowhere", "-o", str(out)
         )

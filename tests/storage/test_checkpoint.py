@@ -72,7 +72,7 @@ def test_unfold_of_another_kind_of_norm_is_refused(
         convert(done.model, "unfold", input_size=(3, 32, 32))
 
     checkpoint.save(done, tmp_path / "other")
-    assert "--to unfold" not in (tmp_path / "other" / "README.md").read_text()
+    assert "--to unfold" not in (tmp_path / "other" / "README.md").read_text(encoding="utf-8")
 
     folded = convert(done.model, "folded", input_size=(3, 32, 32), calibrate=x).model
     back = convert(folded, "unfold", input_size=(3, 32, 32)).model
@@ -138,7 +138,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_run_names_the_networks_in_it(tmp_path: Path) -> None:
     network_folder.check_no_run(tmp_path)
-    (tmp_path / "recipe.yaml").write_text("summary: x")
+    (tmp_path / "recipe.yaml").write_text("summary: x", encoding="utf-8")
     network_folder.check_no_run(tmp_path)
     (tmp_path / "best").mkdir()
 
@@ -195,7 +195,7 @@ def test_the_place_is_respected(saved: Path, tmp_path: Path) -> None:
 
     other = tmp_path / "letters"
     other.mkdir()
-    (other / "love.txt").write_text("dear")
+    (other / "love.txt").write_text("dear", encoding="utf-8")
 
     with pytest.raises(OutputError, match="not a model directory"):
         checkpoint.save(conversion, other, force=True)
@@ -412,16 +412,16 @@ def test_load_names_what_opens_the_directory_of_another_library(tmp_path: Path) 
 def test_the_card_says_what_was_asked_for(tmp_path: Path) -> None:
     folder = checkpoint.save(convert(lived("resnet18"), "skipinit", alpha=0.25), tmp_path / "out")
 
-    assert "skipinit (alpha = 0.25)" in (folder / "README.md").read_text()
+    assert "skipinit (alpha = 0.25)" in (folder / "README.md").read_text(encoding="utf-8")
 
     plain = checkpoint.save(convert(lived("resnet18"), "folded"), tmp_path / "plain")
-    assert "folded (" not in (plain / "README.md").read_text()
-    assert "keeps the function of its source" in (plain / "README.md").read_text()
+    assert "folded (" not in (plain / "README.md").read_text(encoding="utf-8")
+    assert "keeps the function of its source" in (plain / "README.md").read_text(encoding="utf-8")
 
     other = checkpoint.save(
         convert(lived("resnet18"), "layernorm", relative_eps=0), tmp_path / "other"
     )
-    assert "changes the function of its source" in (other / "README.md").read_text()
+    assert "changes the function of its source" in (other / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -496,11 +496,11 @@ def test_what_replaces_a_network_is_what_stands_alone(
     """Nothing of the network before is left, in any order of two kinds."""
     alone = normswap.save(of_each_kind[after], tmp_path / "alone")
     place = normswap.save(of_each_kind[before], tmp_path / "place")
-    (place / "notes.txt").write_text("the user's own")
+    (place / "notes.txt").write_text("the user's own", encoding="utf-8")
 
     normswap.save(of_each_kind[after], place, force=True)
 
-    assert (place / "notes.txt").read_text() == "the user's own"
+    assert (place / "notes.txt").read_text(encoding="utf-8") == "the user's own"
     (place / "notes.txt").unlink()
     assert contents(place) == contents(alone)
     loaded = normswap.load(place).state_dict()

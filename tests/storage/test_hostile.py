@@ -141,7 +141,7 @@ def check_signed_header(data: st.DataObject, place: Place, folder: Path) -> None
     header, record, tensors = header_of(network / "model.safetensors")
     changed = resigned(data.draw(mutated(record)))
     write_header(network / "model.safetensors", header, json.dumps(changed).encode(), tensors)
-    (network / "config.json").write_text('{"normswap": {}}')
+    (network / "config.json").write_text('{"normswap": {}}', encoding="utf-8")
     model = attempt(lambda: checkpoint.open_model(str(network)))
     if model is not None:
         attempt(lambda: preprocessing.data_config(model))
@@ -161,7 +161,7 @@ def resigned(record: Any) -> Any:
 def check_config(data: st.DataObject, place: Place, folder: Path) -> None:
     """The config.json beside the weights of a directory decides nothing."""
     network = copied(place, folder, "net")
-    config = json.loads((network / "config.json").read_text())
+    config = json.loads((network / "config.json").read_text(encoding="utf-8"))
     (network / "config.json").write_bytes(data.draw(json_texts(config)))
     model = attempt(lambda: checkpoint.load(network))
     assert model is None or seen_of(model) == place.seen
@@ -185,7 +185,7 @@ def check_safetensors(data: st.DataObject, place: Place, folder: Path) -> None:
 
 
 def check_plan(data: st.DataObject, place: Place, folder: Path) -> None:
-    body = json.loads((place.good / "plan.json").read_text())
+    body = json.loads((place.good / "plan.json").read_text(encoding="utf-8"))
     text = data.draw(json_texts(body)).decode("utf-8", "replace")
     plan = attempt(lambda: Plan.from_json(text))
     if plan is not None:
@@ -197,7 +197,7 @@ def check_recipe(data: st.DataObject, place: Place, folder: Path) -> None:
     content = (place.good / "recipe.yaml").read_bytes()
     file = folder / "recipe.yaml"
     if data.draw(st.booleans()):
-        tree = json.loads((place.good / "recipe.json").read_text())
+        tree = json.loads((place.good / "recipe.json").read_text(encoding="utf-8"))
         content = data.draw(json_texts(tree))
     else:
         content = data.draw(byte_strings(content))
@@ -210,7 +210,7 @@ def check_recipe(data: st.DataObject, place: Place, folder: Path) -> None:
 def check_sidecar(data: st.DataObject, place: Place, folder: Path) -> None:
     file = folder / "net.onnx"
     shutil.copy(place.good / "net.onnx", file)
-    body = json.loads((place.good / "sidecar.json").read_text())
+    body = json.loads((place.good / "sidecar.json").read_text(encoding="utf-8"))
     copy_inside = {"preprocess": json.dumps(body)} if data.draw(st.booleans()) else {}
     formats.sidecar_of(file).write_bytes(data.draw(json_texts(body)))
 
@@ -243,7 +243,7 @@ def check_transformers(data: st.DataObject, place: Place, folder: Path) -> None:
     name = data.draw(
         st.sampled_from(["config.json", "preprocessor_config.json", "model.safetensors.index.json"])
     )
-    tree = json.loads((network / name).read_text())
+    tree = json.loads((network / name).read_text(encoding="utf-8"))
     (network / name).write_bytes(data.draw(json_texts(tree)))
     if name.endswith("index.json"):
         (network / "model.safetensors").rename(network / "part.safetensors")
@@ -254,7 +254,7 @@ def check_transformers(data: st.DataObject, place: Place, folder: Path) -> None:
 
 def check_timm(data: st.DataObject, place: Place, folder: Path) -> None:
     network = copied(place, folder, "timm")
-    tree = json.loads((network / "config.json").read_text())
+    tree = json.loads((network / "config.json").read_text(encoding="utf-8"))
     (network / "config.json").write_bytes(data.draw(json_texts(tree)))
     model = attempt(lambda: open_source(f"local-dir:{network}"))
     if model is not None:
@@ -330,14 +330,16 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     converted = convert(tiny(), "skipinit", input_size=SIZE)
     checkpoint.save(converted, folder / "net")
     record = header_of(folder / "net" / "model.safetensors")[1]
-    (folder / "plan.json").write_text(json.dumps(record["plan"]))
+    (folder / "plan.json").write_text(json.dumps(record["plan"]), encoding="utf-8")
 
     recipe = recipe_files.load_recipe("cifar10_recover_bn")
-    (folder / "recipe.yaml").write_text(recipe_files.dump(recipe))
-    (folder / "recipe.json").write_text(json.dumps(recipe.model_dump(mode="json")))
+    (folder / "recipe.yaml").write_text(recipe_files.dump(recipe), encoding="utf-8")
+    (folder / "recipe.json").write_text(
+        json.dumps(recipe.model_dump(mode="json")), encoding="utf-8"
+    )
 
     body = sidecar.body(tiny(), SIZE, "logits", normalize=False, dynamic=True)
-    (folder / "sidecar.json").write_text(json.dumps(body))
+    (folder / "sidecar.json").write_text(json.dumps(body), encoding="utf-8")
     (folder / "net.onnx").write_bytes(b"")
 
     write_tensors(folder)
@@ -365,7 +367,9 @@ def write_images(folder: Path) -> None:
     for name in ("one.png", "one.jpg", "one.webp", "one.gif"):
         image.save(originals / name)
     image.save(folder / "images" / "0" / "two.png")
-    (originals / "images.csv").write_text("file,label\n0/two.png,0\n0/two.png,3\n")
+    (originals / "images.csv").write_text(
+        "file,label\n0/two.png,0\n0/two.png,3\n", encoding="utf-8"
+    )
 
 
 def write_transformers(folder: Path) -> None:
@@ -378,7 +382,7 @@ def write_transformers(folder: Path) -> None:
     model.save_pretrained(folder)
     names = model.state_dict()
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "part.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     processor = {
         "do_resize": True,
         "size": {"shortest_edge": 40},
@@ -388,7 +392,7 @@ def write_transformers(folder: Path) -> None:
         "image_mean": [0.5, 0.4, 0.3],
         "image_std": [0.2, 0.2, 0.2],
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in OWN.items():
         file = folder / "old" / name
         file.parent.mkdir(exist_ok=True)
-        file.write_text(content)
+        file.write_text(content, encoding="utf-8")
     code, said = place.run(["export", "demo", "-o", "old.xml"])
     assert code == 0, said
     with tarfile.open(shipped.IMAGES) as archive:
@@ -110,7 +110,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for image in sorted(label.iterdir())[:count]:
                 shutil.copy(image, target)
     shutil.rmtree(folder / "all")
-    (folder / "r.yaml").write_text(RECIPE)
+    (folder / "r.yaml").write_text(RECIPE, encoding="utf-8")
     return folder
 
 
@@ -179,7 +179,7 @@ def test_the_next_run_goes_on_after_a_kill(
     check_nothing_is_half_written(place)
     for path in (*hidden(place.folder), *place.temporary.glob("normswap*")):
         assert path.name in said, f"{path} is named nowhere: {said}"
-    assert {file: (place.folder / "old" / file).read_text() for file in OWN} == OWN
+    assert {file: (place.folder / "old" / file).read_text(encoding="utf-8") for file in OWN} == OWN
     check_result(name, place)
 
 
@@ -200,7 +200,10 @@ def check_result(name: str, place: Place) -> None:
     if name == "push":
         assert len(list((place.hub / "me" / "net").iterdir())) == 4
     elif name == "finetune":
-        assert len((place.folder / "run" / "metrics.csv").read_text().splitlines()) == 4
+        assert (
+            len((place.folder / "run" / "metrics.csv").read_text(encoding="utf-8").splitlines())
+            == 4
+        )
     elif "convert" in name:
         header = checkpoint.read_header(place.folder / COMMANDS[name][5])
         assert [step["scheme"] for step in header.plan["steps"]] == ["skipinit"]

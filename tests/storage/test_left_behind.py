@@ -23,7 +23,7 @@ NET = ("net.bin", "net.xml.json", "net.xml")
 def export(folder: Path, version: str, names: tuple[str, ...] = NET) -> None:
     with atomic_write.writing(folder / names[-1], names[:-1]) as aside:
         for name in names:
-            aside.with_name(name).write_text(f"{version} {name}")
+            aside.with_name(name).write_text(f"{version} {name}", encoding="utf-8")
 
 
 def killed_at(renaming: int, work: Callable[[], None]) -> bool:
@@ -56,7 +56,9 @@ def notes() -> Iterator[list[str]]:
 
 
 def found(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+    return {
+        path.name: path.read_text(encoding="utf-8") for path in folder.iterdir() if path.is_file()
+    }
 
 
 def hidden(folder: Path) -> list[Path]:
@@ -116,7 +118,7 @@ def test_what_was_written_whole_stays_and_the_old_files_are_named(tmp_path: Path
 def test_a_file_that_is_there_by_now_is_not_replaced(tmp_path: Path) -> None:
     export(tmp_path, "old")
     assert killed_at(3, lambda: export(tmp_path, "new"))
-    (tmp_path / "net.bin").write_text("somebody's")
+    (tmp_path / "net.bin").write_text("somebody's", encoding="utf-8")
 
     with notes() as told:
         left_behind.put_back(tmp_path / "net.xml")
@@ -132,9 +134,9 @@ def test_a_file_may_have_the_name_of_the_folder_for_old_ones(name: str, tmp_path
     for version in ("first", "second"):
         with atomic_write.writing(tmp_path / name, ("old__",)) as aside:
             aside.mkdir()
-            (aside / "version").write_text(version)
-            aside.with_name("old__").write_text(version)
-    assert (tmp_path / name / "version").read_text() == "second"
+            (aside / "version").write_text(version, encoding="utf-8")
+            aside.with_name("old__").write_text(version, encoding="utf-8")
+    assert (tmp_path / name / "version").read_text(encoding="utf-8") == "second"
     assert hidden(tmp_path) == []
 
 
@@ -169,7 +171,7 @@ def test_a_process_that_still_writes_is_left_alone(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
         with atomic_write.writing(tmp_path / "file") as aside:
-            aside.write_text("new")
+            aside.write_text("new", encoding="utf-8")
             os.write(write, b".")
             os.read(go, 1)
         os._exit(0)
@@ -212,7 +214,7 @@ def test_the_folder_of_another_user_is_left_alone(
 def test_this_process_does_not_take_itself_for_a_killed_one(tmp_path: Path) -> None:
     with notes() as told, atomic_write.writing(tmp_path / "file") as aside:
         left_behind.put_back(tmp_path / "file", removes=True)
-        aside.write_text("new")
+        aside.write_text("new", encoding="utf-8")
     assert told == []
     assert found(tmp_path) == {"file": "new"}
 
@@ -254,11 +256,11 @@ def test_a_temporary_folder_of_a_killed_process_is_removed(
 )
 def test_somebody_elses_folder_is_no_left_one(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir()
-    (tmp_path / name).write_text("somebody's")
+    (tmp_path / name).write_text("somebody's", encoding="utf-8")
     with notes() as told:
         left_behind.put_back(tmp_path / "net.xml", removes=True)
     assert told == []
-    assert (tmp_path / name).read_text() == "somebody's"
+    assert (tmp_path / name).read_text(encoding="utf-8") == "somebody's"
 
 
 def test_a_folder_that_cannot_be_emptied_says_whose_it_is_until_it_can(
@@ -282,15 +284,15 @@ def test_a_folder_that_cannot_be_emptied_says_whose_it_is_until_it_can(
 def test_a_forged_folder_moves_nothing_of_others(names: str, tmp_path: Path) -> None:
     folder = tmp_path / ".net.abcdefgh"
     (folder / "old").mkdir(parents=True)
-    (folder / ".normswap").write_text(names)
-    (folder / "old" / "precious").write_text("forged")
-    (folder / "old" / "net.xml").write_text("forged")
-    (tmp_path / "kept").write_text("mine")
+    (folder / ".normswap").write_text(names, encoding="utf-8")
+    (folder / "old" / "precious").write_text("forged", encoding="utf-8")
+    (folder / "old" / "net.xml").write_text("forged", encoding="utf-8")
+    (tmp_path / "kept").write_text("mine", encoding="utf-8")
 
     with notes():
         left_behind.put_back(tmp_path / "net.xml")
 
-    assert (tmp_path / "kept").read_text() == "mine"
+    assert (tmp_path / "kept").read_text(encoding="utf-8") == "mine"
 
 
 def test_an_interrupt_between_two_renames_loses_nothing(
@@ -317,7 +319,7 @@ def test_a_killed_exchange_inside_a_networks_directory(tmp_path: Path) -> None:
     place = tmp_path / "mine"
     place.mkdir()
     for name in network_folder.FILES:
-        (place / name).write_text(f"old {name}")
+        (place / name).write_text(f"old {name}", encoding="utf-8")
     names = (*network_folder.FILES[1:], network_folder.WEIGHTS)
     assert killed_at(5, lambda: export(place, "new", names))
     with pytest.raises(SourceError, match="To put it back"):
@@ -342,7 +344,7 @@ def test_the_command_line_says_what_a_killed_run_left(
     assert main(convert) == 0
     half = tmp_path / ".net.abcdefgh"
     (half / "old").mkdir(parents=True)
-    (half / ".normswap").write_text('["net"]')
+    (half / ".normswap").write_text('["net"]', encoding="utf-8")
     (tmp_path / "net").rename(half / "old" / "net")
     capsys.readouterr()
 

@@ -56,7 +56,7 @@ def of_64_pixels(tmp_path: Path) -> Path:
         "model_args": {"channels": SMALL["channels"]},
         "pretrained_cfg": {**stated, "num_classes": 10},
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -76,9 +76,9 @@ def test_a_directory_of_timms_is_tested_as_timm_says(of_64_pixels: Path, tmp_pat
 
 @pytest.mark.slow
 def test_a_test_size_that_is_stated_is_kept(of_64_pixels: Path, tmp_path: Path) -> None:
-    config = json.loads((of_64_pixels / "config.json").read_text())
+    config = json.loads((of_64_pixels / "config.json").read_text(encoding="utf-8"))
     config["pretrained_cfg"] |= {"test_input_size": [3, 96, 96], "test_crop_pct": 0.5}
-    (of_64_pixels / "config.json").write_text(json.dumps(config))
+    (of_64_pixels / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
     opened = normswap.open(str(of_64_pixels))
     loaded = converted_and_loaded(opened, tmp_path / "out", (3, 64, 64))

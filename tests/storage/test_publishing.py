@@ -77,7 +77,7 @@ def test_there_and_back(
 ) -> None:
     done = normswap.convert(source, to="skipinit")
     normswap.save(done, tmp_path / "out")
-    (tmp_path / "out" / "private-notes.txt").write_text("stays here")
+    (tmp_path / "out" / "private-notes.txt").write_text("stays here", encoding="utf-8")
 
     assert main(["push", "out", "me/small"]) == 2
     assert (
@@ -236,7 +236,7 @@ def test_a_damaged_directory_is_not_pushed(
 
 def _link_out(file: Path) -> None:
     secret = file.parent.parent / "secret.json"
-    secret.write_text('{"auths": "TOPSECRET"}')
+    secret.write_text('{"auths": "TOPSECRET"}', encoding="utf-8")
     file.unlink(missing_ok=True)
     file.symlink_to("../secret.json")
 
@@ -290,8 +290,8 @@ def test_the_config_and_the_card_are_written_anew_from_the_weights(
 ) -> None:
     """A hard link cannot be told from a file; what it holds is not read."""
     normswap.save(normswap.convert(source, to="skipinit"), tmp_path / "out")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    (tmp_path / "secret").write_text('{"auths": "TOPSECRET", "normswap": {}}')
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "secret").write_text('{"auths": "TOPSECRET", "normswap": {}}', encoding="utf-8")
     for name in ("config.json", "README.md"):
         (tmp_path / "out" / name).unlink()
         os.link(tmp_path / "secret", tmp_path / "out" / name)
@@ -320,7 +320,9 @@ def test_a_refusal_to_read_a_directory_says_what_to_do(
 
 def test_the_license_is_that_of_the_source(hub: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
+    (tmp_path / "base" / "README.md").write_text(
+        "---\nlicense: bsd-3-clause\n---\n", encoding="utf-8"
+    )
     hub["some/base"] = tmp_path / "base"
     on_record = Provenance(Arch("resnet18"), "hf-hub:some/base", "ab12", {"license": "mit"})
     on_card = replace(on_record, pretrained_cfg={})
@@ -563,7 +565,9 @@ def test_a_folded_network_is_loaded_by_timm_alone_and_its_card_has_what_the_sour
         num_classes=4,
         model_args=args,
     )
-    (tmp_path / "base" / "README.md").write_text("---\nlicense: bsd-3-clause\n---\n")
+    (tmp_path / "base" / "README.md").write_text(
+        "---\nlicense: bsd-3-clause\n---\n", encoding="utf-8"
+    )
     hub["some/base"] = tmp_path / "base"
     folded = normswap.convert(normswap.open("hf-hub:some/base"), to="folded")
 

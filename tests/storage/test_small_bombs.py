@@ -405,7 +405,7 @@ RECIPES = {
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipes(case: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    file.write_text(RECIPES[case])
+    file.write_text(RECIPES[case], encoding="utf-8")
 
     refused(
         lambda: recipe_files.load_recipe(file),
@@ -546,7 +546,7 @@ def test_the_watch_notices() -> None:
     with watched(), pytest.raises(StartedError, match=r"os\.system"):
         os.system("true")
     with watched(), pytest.raises(StartedError, match="open"):
-        Path("evil/config.json").read_text()
+        Path("evil/config.json").read_text(encoding="utf-8")
     with pytest.raises(StartedError, match="seconds"):
         spin()
     assert Arch("resnet18").builder == "timm"

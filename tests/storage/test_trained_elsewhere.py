@@ -156,10 +156,10 @@ def test_the_card_of_what_was_trained_claims_no_proof(
     saved: Path, weights: Path, tmp_path: Path
 ) -> None:
     filled = normswap.load(saved, weights=weights)
-    card = (checkpoint.save(filled, tmp_path / "out") / "README.md").read_text()
+    card = (checkpoint.save(filled, tmp_path / "out") / "README.md").read_text(encoding="utf-8")
 
     assert "Not verified since the last change" in card
-    assert "Not verified" not in (saved / "README.md").read_text()
+    assert "Not verified" not in (saved / "README.md").read_text(encoding="utf-8")
 
 
 def test_other_options_and_other_files_are_refused(
@@ -222,7 +222,7 @@ def test_a_pickled_network_fills_too(saved: Path, trained: nn.Module, tmp_path: 
 
 def test_a_card_says_that_timm_thaws_frozen_norms(saved: Path, tmp_path: Path) -> None:
     frozen = normswap.convert(normswap.open("demo"), to="frozen-bn")
-    card = (checkpoint.save(frozen, tmp_path / "out") / "README.md").read_text()
+    card = (checkpoint.save(frozen, tmp_path / "out") / "README.md").read_text(encoding="utf-8")
 
     assert "in training mode their statistics move" in card
-    assert "in training mode" not in (saved / "README.md").read_text()
+    assert "in training mode" not in (saved / "README.md").read_text(encoding="utf-8")

@@ -66,8 +66,8 @@ def test_the_network_inside_is_saved(wrapper: str, converted: nn.Module, tmp_pat
     assert loaded.state_dict().keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
     assert provenance.of(loaded).plan == provenance.of(converted).plan
-    assert type(wrapped).__name__ not in (folder / "README.md").read_text()
-    assert "resnet18 converted to skipinit" in (folder / "README.md").read_text()
+    assert type(wrapped).__name__ not in (folder / "README.md").read_text(encoding="utf-8")
+    assert "resnet18 converted to skipinit" in (folder / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

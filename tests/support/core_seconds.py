@@ -70,4 +70,6 @@ class CoreSeconds:
         rooms: Counter[str] = Counter()
         for nodeid, seconds in self.tests.items():
             rooms[START if nodeid == START else room_of(nodeid)] += seconds
-        self.path.write_text(json.dumps({"rooms": rooms, "tests": self.tests}, indent=1))
+        self.path.write_text(
+            json.dumps({"rooms": rooms, "tests": self.tests}, indent=1), encoding="utf-8"
+        )

@@ -69,10 +69,11 @@ def write_squares(folder: Path, side: int, count: int) -> Path:
         middle = f"{(left + square / 2) / side:.4f} {(top + square / 2) / side:.4f}"
         share = f"{square / side:.4f}"
         label = folder / "labels" / f"{number}.txt"
-        label.write_text(f"0 {middle} {share} {share}\n")
+        label.write_text(f"0 {middle} {share} {share}\n", encoding="utf-8")
 
     description = folder / "data.yaml"
     description.write_text(
-        f"path: {folder.resolve()}\ntrain: images\nval: images\nnames: {{0: square}}\n"
+        f"path: {folder.resolve()}\ntrain: images\nval: images\nnames: {{0: square}}\n",
+        encoding="utf-8",
     )
     return description

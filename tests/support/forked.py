@@ -54,7 +54,7 @@ def result_of(work: Callable[[], object]) -> Any:
 
     code = ended(started(answer))
     os.close(writer)
-    with os.fdopen(reader) as stream:
+    with os.fdopen(reader, encoding="utf-8") as stream:
         text = stream.read()
     assert code == 0
     return json.loads(text)

@@ -43,7 +43,9 @@ def same(one: Path, two: Path) -> bool:
 
 def table(out: Path) -> list[list[str]]:
     """metrics.csv without what a clock says."""
-    rows = [line.split(",") for line in (out / "metrics.csv").read_text().splitlines()]
+    rows = [
+        line.split(",") for line in (out / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    ]
     clock = {rows[0].index("images_per_s"), rows[0].index("seconds")}
     return [[cell for at, cell in enumerate(row) if at not in clock] for row in rows]
 

@@ -56,7 +56,7 @@ def write_folder(folder: Path, state: State, **config: Any) -> None:
         "model_args": ARGS,
         "pretrained_cfg": cfg,
     }
-    (folder / "config.json").write_text(json.dumps({**layout, **config}))
+    (folder / "config.json").write_text(json.dumps({**layout, **config}), encoding="utf-8")
 
 
 def hugging_face(place: Path, **config: Any) -> Path:
@@ -88,7 +88,7 @@ def hugging_face(place: Path, **config: Any) -> Path:
         "do_center_crop": True,
     }
     stated = {**size, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.2, 0.2], "resample": 2}
-    (place / "preprocessor_config.json").write_text(json.dumps(stated))
+    (place / "preprocessor_config.json").write_text(json.dumps(stated), encoding="utf-8")
 
     return place
 
@@ -128,6 +128,6 @@ def rewrite(
     state = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(state, file, {"normswap": json.dumps(signed(record))})
 
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["normswap"].pop("header", None)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -31,7 +31,7 @@ def source(folder: Path, kind: str) -> Path:
         "model_args": args,
         "pretrained_cfg": {"input_size": [3, 48, 48]},
     }
-    (folder / "config.json").write_text(json.dumps(layout))
+    (folder / "config.json").write_text(json.dumps(layout), encoding="utf-8")
 
     return folder
 

@@ -238,4 +238,4 @@ def trained(kind: str) -> nn.Module:
 
 def known(kind: str) -> dict[str, Any]:
     """The record of a network of the zoo: its accuracy, recipe and images."""
-    return dict(json.loads((DATA / f"{kind}.json").read_text()))
+    return dict(json.loads((DATA / f"{kind}.json").read_text(encoding="utf-8")))

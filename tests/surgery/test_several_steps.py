@@ -137,7 +137,7 @@ def hold_saved(done: Conversion, before: nn.Module, folder: Path, case: str) -> 
     hold_against_source(before, loaded, case)
     header = checkpoint.read_header(place)
     assert header.report == done.report
-    card = (place / "README.md").read_text()
+    card = (place / "README.md").read_text(encoding="utf-8")
     for step in done.plan.steps:
         assert step.scheme in card
     assert ("keeps the function of its source" in card) == is_exact(done)

@@ -54,7 +54,7 @@ class Begun:
         self.networks.append(network)
         self.recipes.append(recipe)
         out.mkdir(exist_ok=True)
-        (out / "recipe.yaml").write_text(recipe_files.dump(recipe))
+        (out / "recipe.yaml").write_text(recipe_files.dump(recipe), encoding="utf-8")
         return Result(
             best=out / "best",
             last=out / "last",

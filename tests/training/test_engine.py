@@ -700,7 +700,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("alike")
     Image.new("RGB", (32, 32), (200, 90, 30)).save(folder / "one.png")
-    (folder / "all.csv").write_text("file,label\n" + "one.png,3\n" * 40)
+    (folder / "all.csv").write_text("file,label\n" + "one.png,3\n" * 40, encoding="utf-8")
     return folder / "all.csv"
 
 

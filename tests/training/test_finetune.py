@@ -44,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write(file: Path, **parts: Any) -> Path:
     plan = recipe("nowhere", **parts).model_dump(mode="json")
     plan["data"].update(root=None, validation=None)
-    file.write_text(yaml.safe_dump(plan))
+    file.write_text(yaml.safe_dump(plan), encoding="utf-8")
     return file
 
 
@@ -105,7 +105,9 @@ def test_one_command_from_a_name_to_a_recovered_checkpoint(
     assert origin is not None
     assert [step.scheme for step in origin.plan.steps] == ["skipinit"]
 
-    rows = list(csv.DictReader((tmp_path / "run/metrics.csv").read_text().splitlines()))
+    rows = list(
+        csv.DictReader((tmp_path / "run/metrics.csv").read_text(encoding="utf-8").splitlines())
+    )
     assert [row["epoch"] for row in rows] == ["0", "1"]
     assert tuple(rows[0]) == COLUMNS
     assert recipe_files.load_recipe(tmp_path / "run/recipe.yaml").train.epochs == 1
@@ -173,7 +175,7 @@ def test_without_validation_images_it_says_so_and_what_best_means(tmp_path: Path
 def test_public_names_are_enough(images: Path, tmp_path: Path) -> None:
     """What a user's script does: nothing that is not a name of `normswap` itself."""
     (tmp_path / "mine.yaml").write_text(
-        "summary: mine\ndata: {batch_size: 8, workers: 0}\ntrain: {epochs: 1}\n"
+        "summary: mine\ndata: {batch_size: 8, workers: 0}\ntrain: {epochs: 1}\n", encoding="utf-8"
     )
     given = [f"data.root={images}", "optim.lr=0.01"]
     read = normswap.load_recipe(tmp_path / "mine.yaml", given)
@@ -378,6 +380,6 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_cannot_be_written(images: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
+    (tmp_path / "file").write_text("x", encoding="utf-8")
     with pytest.raises(NormswapError, match="cannot write to"):
         train(network(), recipe(images), tmp_path / "file" / "out")

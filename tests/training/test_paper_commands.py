@@ -14,7 +14,7 @@ from normswap.training.engine import finetune
 from normswap.training.sweep import parse_rates
 
 PAGE = Path(__file__).parents[1] / "lab" / "papers.md"
-BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 IMAGES = FOLDER / "images.tar"
 # One update of 16 small images, by small networks.

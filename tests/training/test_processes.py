@@ -107,7 +107,9 @@ def work(tmp_path: Path) -> Path:
     names = checkpoint.open_model(str(shipped.FOLDER)).pretrained_cfg["label_names"]
     for part, per_class in (("train", 2), ("val", 1)):
         write_images(tmp_path / "images" / part, per_class, names)
-    (tmp_path / "short.yaml").write_text(SHORT.replace("MODEL", str(shipped.FOLDER)))
+    (tmp_path / "short.yaml").write_text(
+        SHORT.replace("MODEL", str(shipped.FOLDER)), encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -131,7 +133,10 @@ def run(command: list[str], **environment: str) -> str:
 def assert_as_one_process(work: Path, out: Path) -> None:
     plan = normswap.load_recipe(work / "short.yaml", [f"data.root={work / 'images'}"])
     alone = train(checkpoint.open_model(str(shipped.FOLDER)), plan, work / "one")
-    rows = [line.split(",") for line in (out / "metrics.csv").read_text().splitlines()[2:]]
+    rows = [
+        line.split(",")
+        for line in (out / "metrics.csv").read_text(encoding="utf-8").splitlines()[2:]
+    ]
     assert [float(row[3]) for row in rows] == pytest.approx(
         [row["train_loss"] for row in alone.rows[1:]], rel=1e-4
     )
@@ -152,7 +157,7 @@ for id in $(cat "$WORK"/process-*); do kill -TERM "$id"; done
 def slurm_job(work: Path, *more: str) -> tuple[list[str], dict[str, str]]:
     """The command and the variables of a job, with an srun, scontrol and scancel of our own."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL}.items():
-        (work / name).write_text(text)
+        (work / name).write_text(text, encoding="utf-8")
         (work / name).chmod(0o755)
     variables = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -189,7 +194,7 @@ def test_a_job_that_is_asked_to_stop_saves_and_is_queued_again(work: Path) -> No
 
     assert process.returncode == 0, said
     job_id = slurm["SLURM_JOB_ID"]
-    asked = (work / "asked").read_text().splitlines()
+    asked = (work / "asked").read_text(encoding="utf-8").splitlines()
     assert asked == [f"scancel --signal=TERM {job_id}", f"requeue {job_id}"]
 
     # The next start of the job goes on.
@@ -218,7 +223,7 @@ exec "$PYTHON" -m huggingface_hub.cli.hf jobs uv run --dry-run "$@"
 
 @pytest.mark.slow
 def test_the_hub_reads_the_job_of_the_zoo(tmp_path: Path) -> None:
-    (tmp_path / "hf").write_text(HF)
+    (tmp_path / "hf").write_text(HF, encoding="utf-8")
     (tmp_path / "hf").chmod(0o755)
     variables = {
         "PYTHON": sys.executable,
@@ -236,7 +241,7 @@ def test_the_hub_reads_the_job_of_the_zoo(tmp_path: Path) -> None:
 
 def test_the_launchers_are_short() -> None:
     for name in ("finetune.sbatch", "finetune.sky.yaml", "zoo_jobs.sh"):
-        assert len((shipped.recipes() / name).read_text().splitlines()) <= 30, name
+        assert len((shipped.recipes() / name).read_text(encoding="utf-8").splitlines()) <= 30, name
 
 
 LAUNCHERS = {

@@ -32,7 +32,7 @@ train: {precision: no}
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "good.yaml"
-    path.write_text(GOOD)
+    path.write_text(GOOD, encoding="utf-8")
     return path
 
 
@@ -79,7 +79,7 @@ def test_scalars(text: str, value: object) -> None:
 )
 def test_what_is_not_yaml_names_the_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "bad.yaml"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
         recipe_files.load_recipe(file)
     assert message in str(caught.value)
@@ -115,7 +115,7 @@ def test_what_is_dumped_is_read_again(tmp_path: Path, value: object) -> None:
     recipe = recipe_files.check(
         {"summary": "", "convert": {"to": "x", "options": {"y": value}}}, "test"
     )
-    (tmp_path / "dumped.yaml").write_text(recipe_files.dump(recipe))
+    (tmp_path / "dumped.yaml").write_text(recipe_files.dump(recipe), encoding="utf-8")
     again = recipe_files.load_recipe(tmp_path / "dumped.yaml")
     assert again == recipe
     assert again.convert is not None
@@ -124,7 +124,9 @@ def test_what_is_dumped_is_read_again(tmp_path: Path, value: object) -> None:
 
 def test_a_date_is_read_as_text(tmp_path: Path) -> None:
     file = tmp_path / "dated.yaml"
-    file.write_text("summary: 2026-01-31\nconvert: {to: x, options: {since: 2025-02-28}}\n")
+    file.write_text(
+        "summary: 2026-01-31\nconvert: {to: x, options: {since: 2025-02-28}}\n", encoding="utf-8"
+    )
 
     recipe = recipe_files.load_recipe(file)
 
@@ -261,7 +263,7 @@ def test_a_shipped_name_wins_over_a_file_and_a_file_over_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in (recipe_files.names()[0], "mine"):
-        Path(name).write_text("summary: My own\n")
+        Path(name).write_text("summary: My own\n", encoding="utf-8")
     assert recipe_files.load_recipe(recipe_files.names()[0]).summary != "My own"
     for name in ("mine", f"./{recipe_files.names()[0]}"):
         assert recipe_files.load_recipe(name).summary == "My own"

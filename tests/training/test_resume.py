@@ -364,7 +364,7 @@ def test_other_images_or_a_broken_state_are_not_continued(images: Path, tmp_path
         train(network("skipinit"), plan, tmp_path / "out", resume="auto")
 
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.tex").write_text("x")
+    (tmp_path / "mine/thesis.tex").write_text("x", encoding="utf-8")
     with pytest.raises(OutputError, match="no run can be continued there"):
         train(network("skipinit"), plan, tmp_path / "mine", resume="auto")
 

@@ -121,7 +121,7 @@ def test_a_killed_run_is_continued_with_what_it_had_moved_aside(
     old = out / "best" / ".model.abcdefgh" / "old"
     old.mkdir(parents=True)
     names = ["config.json", "README.md", "model.safetensors"]
-    (old.parent / ".normswap").write_text(json.dumps(names))
+    (old.parent / ".normswap").write_text(json.dumps(names), encoding="utf-8")
     before = (out / "best" / "model.safetensors").read_bytes()
     (out / "best" / "model.safetensors").rename(old / "model.safetensors")
     (out / "best" / "config.json").rename(old / "config.json")
@@ -138,7 +138,7 @@ def test_a_killed_run_is_continued_with_what_it_had_moved_aside(
 
 def begun(folder: Path) -> None:
     (folder / "state").mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(recipe_files.dump(recipe("images")))
+    (folder / "recipe.yaml").write_text(recipe_files.dump(recipe("images")), encoding="utf-8")
 
 
 def _nothing(folder: Path) -> None:
@@ -156,7 +156,7 @@ def _recipe(folder: Path) -> None:
 def _half_a_state(folder: Path) -> None:
     begun(folder)
     (folder / "state" / ".run.abcdefgh").mkdir()
-    (folder / "state" / ".run.abcdefgh" / ".normswap").write_text('["run.pt"]')
+    (folder / "state" / ".run.abcdefgh" / ".normswap").write_text('["run.pt"]', encoding="utf-8")
     (folder / "state" / ".run.abcdefgh" / "run.pt").write_bytes(b"half")
 
 
@@ -168,7 +168,7 @@ def _trackers(folder: Path) -> None:
 def _half_a_network(folder: Path) -> None:
     begun(folder)
     (folder / ".best.abcdefgh" / "best").mkdir(parents=True)
-    (folder / ".best.abcdefgh" / ".normswap").write_text('["best"]')
+    (folder / ".best.abcdefgh" / ".normswap").write_text('["best"]', encoding="utf-8")
 
 
 def _networks(folder: Path) -> None:
@@ -180,7 +180,9 @@ def _networks(folder: Path) -> None:
 def _a_first_row(folder: Path) -> None:
     _networks(folder)
     cells = ["0", "0", *[""] * (len(COLUMNS) - 2)]
-    (folder / "metrics.csv").write_text(f"{','.join(COLUMNS)}\n{','.join(cells)}\n")
+    (folder / "metrics.csv").write_text(
+        f"{','.join(COLUMNS)}\n{','.join(cells)}\n", encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,12 +207,12 @@ def test_what_a_run_makes_before_its_first_state_is_no_hindrance(
 
 def _thesis(folder: Path) -> None:
     folder.mkdir()
-    (folder / "thesis.tex").write_text("years")
+    (folder / "thesis.tex").write_text("years", encoding="utf-8")
 
 
 def _thesis_beside(folder: Path) -> None:
     begun(folder)
-    (folder / "thesis.tex").write_text("years")
+    (folder / "thesis.tex").write_text("years", encoding="utf-8")
 
 
 def _hidden(folder: Path) -> None:
@@ -220,7 +222,7 @@ def _hidden(folder: Path) -> None:
 
 def _own_best(folder: Path) -> None:
     (folder / "best").mkdir(parents=True)
-    (folder / "best" / "model.safetensors").write_text("years")
+    (folder / "best" / "model.safetensors").write_text("years", encoding="utf-8")
 
 
 def _best_without_state(folder: Path) -> None:
@@ -230,35 +232,35 @@ def _best_without_state(folder: Path) -> None:
 
 def _a_trained_row(folder: Path) -> None:
     _a_first_row(folder)
-    with (folder / "metrics.csv").open("a") as opened:
+    with (folder / "metrics.csv").open("a", encoding="utf-8") as opened:
         opened.write(f"1,4{',' * (len(COLUMNS) - 2)}\n")
 
 
 def _own_metrics(folder: Path) -> None:
     _networks(folder)
-    (folder / "metrics.csv").write_text("epoch,accuracy\n1,0.5\n")
+    (folder / "metrics.csv").write_text("epoch,accuracy\n1,0.5\n", encoding="utf-8")
 
 
 def _own_recipe(folder: Path) -> None:
     folder.mkdir()
-    (folder / "recipe.yaml").write_text("# years of thought\nsummary: mine\n")
+    (folder / "recipe.yaml").write_text("# years of thought\nsummary: mine\n", encoding="utf-8")
 
 
 def _own_state(folder: Path) -> None:
     _state(folder)
-    (folder / "state" / "of-mind.txt").write_text("years")
+    (folder / "state" / "of-mind.txt").write_text("years", encoding="utf-8")
 
 
 def _own_hidden(folder: Path) -> None:
     begun(folder)
     (folder / ".best.abcdefgh").mkdir()
-    (folder / ".best.abcdefgh" / "thesis.tex").write_text("years")
+    (folder / ".best.abcdefgh" / "thesis.tex").write_text("years", encoding="utf-8")
 
 
 def _own_hidden_best(folder: Path) -> None:
     begun(folder)
     (folder / ".best.abcdefgh" / "best").mkdir(parents=True)
-    (folder / ".best.abcdefgh" / "thesis.tex").write_text("years")
+    (folder / ".best.abcdefgh" / "thesis.tex").write_text("years", encoding="utf-8")
 
 
 def _hidden_trackers(folder: Path) -> None:
@@ -274,12 +276,12 @@ def _link(folder: Path) -> None:
 
 
 def _file(folder: Path) -> None:
-    folder.write_text("years")
+    folder.write_text("years", encoding="utf-8")
 
 
 def _best_is_a_file(folder: Path) -> None:
     begun(folder)
-    (folder / "best").write_text("years")
+    (folder / "best").write_text("years", encoding="utf-8")
 
 
 @pytest.mark.one_in(3)

@@ -415,7 +415,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: None) -> None:
     recipe = tmp_path / "mine.yaml"
     out = tmp_path / "out"
-    recipe.write_text("summary: For the tests\n")
+    recipe.write_text("summary: For the tests\n", encoding="utf-8")
     images = ["data.root=demo", "data.validation=demo"]
     model = ["resnet18", "train.epochs=2", *images]
     command = ["sweep", str(recipe), *model, "--lr", "2^-2..2^0", "--seeds", "3", "-o", str(out)]
@@ -432,7 +432,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], fake: N
     ]
     assert body["lines"][1]["mean"] == pytest.approx(90.15)
 
-    with (out / "runs.csv").open() as file:
+    with (out / "runs.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["state"] for row in rows] == ["done"] * 9
     assert all(float(row["train_loss"]) == float(row["lr"]) for row in rows)
@@ -471,7 +471,7 @@ def test_the_command_says_what_is_wrong(
 ) -> None:
     recipe = tmp_path / "mine.yaml"
     out = tmp_path / "out"
-    recipe.write_text("summary: For the tests\n")
+    recipe.write_text("summary: For the tests\n", encoding="utf-8")
     assert main(["sweep", str(recipe), *words, "-o", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
@@ -591,7 +591,7 @@ def all_heartbeats_stop(out: Path) -> None:
 
 def kept_by_sweep(out: Path) -> list[tuple[Any, ...]]:
     """The runs that have ended, in runs.csv and in the database, without folders and seconds."""
-    with (out / "runs.csv").open() as file:
+    with (out / "runs.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     columns = ("lr", "seed", "state", "top1", "train_loss", "note")
     kept: list[tuple[Any, ...]] = [tuple(row[name] for name in columns) for row in rows]
@@ -639,7 +639,7 @@ def test_a_killed_sweep_that_is_continued_ends_as_an_uncut_one(
 ) -> None:
     """It dies in the second update of its second run, which has three."""
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text("summary: For the tests\ndata: {augment: {mixup: 0.2}}\n")
+    recipe.write_text("summary: For the tests\ndata: {augment: {mixup: 0.2}}\n", encoding="utf-8")
     command = ["sweep", str(recipe), MODEL, "--lr", "0.001,0.3", "--json", "--device", "cpu"]
     command += ["data.root=demo", "data.validation=demo", "data.samples=24"]
     command += ["data.validation_samples=40", "data.batch_size=8", "data.workers=0"]

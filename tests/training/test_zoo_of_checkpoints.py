@@ -47,9 +47,9 @@ def zoo() -> Iterator[ModuleType]:
 
 def changed(file: Path, old: str, new: str, to: Path) -> Path:
     """A copy of a manifest with one text replaced."""
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8")
     assert old in text
-    to.write_text(text.replace(old, new, 1))
+    to.write_text(text.replace(old, new, 1), encoding="utf-8")
     return to
 
 
@@ -78,7 +78,7 @@ def test_the_speeds_of_the_manifest_are_those_that_were_measured(zoo: ModuleType
     speeds = zoo.read_manifest(MANIFEST, {}).speeds
     names = {"groupnorm --relative-eps 0": "groupnorm-plain"}
     measured: dict[str, dict[str, float]] = {"evaluate": {}, "train": {}, "gibibytes": {}}
-    page = (TESTS / "lab/gpu/h200.md").read_text()
+    page = (TESTS / "lab/gpu/h200.md").read_text(encoding="utf-8")
     for line in page.partition("## Speed of a converted network")[2].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         # The lines of networks that were not compiled: scheme, "", inference, ratio, training ...
@@ -157,7 +157,9 @@ def test_a_row_is_done_if_the_hub_has_its_hash(
         for name, digest in {row.id: row.hash, "older": "0123456789abcdef"}.items():
             repos[f"me/{name}"] = tmp_path / name
             repos[f"me/{name}"].mkdir()
-            (tmp_path / name / "zoo.json").write_text(json.dumps({"hash": digest}))
+            (tmp_path / name / "zoo.json").write_text(
+                json.dumps({"hash": digest}), encoding="utf-8"
+            )
         assert place.done(row) == {"hash": row.hash}
         assert place.done(other) is None, "it is made by another manifest"
         assert place.done(replace(row, id="older")) is None
@@ -263,7 +265,7 @@ def test_one_command_makes_the_zoo_goes_on_after_a_kill_and_then_does_nothing(
 
 def table(file: Path) -> list[dict[str, str]]:
     """The lines of zoo.csv."""
-    return list(csv.DictReader(file.read_text().splitlines()))
+    return list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
 
 
 def check_table(file: Path) -> None:
@@ -300,8 +302,8 @@ def check_repositories(repos: dict[str, Path]) -> None:
         }
         wanted = {"model.safetensors", "config.json", "README.md", "zoo.json"}
         assert wanted | {".eval_results/demo-images.yaml"} <= files
-        line = json.loads((repos[name] / "zoo.json").read_text())
-        card = (repos[name] / "README.md").read_text()
+        line = json.loads((repos[name] / "zoo.json").read_text(encoding="utf-8"))
+        card = (repos[name] / "README.md").read_text(encoding="utf-8")
         assert f"Top-1: **{line['top1']:.2f} %** of 500 labelled images" in card
         assert "- me/demo-images" in card
 

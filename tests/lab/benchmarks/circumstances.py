@@ -57,6 +57,6 @@ def versions(packages: Iterable[str]) -> str:
 
 def processor() -> str:
     info = Path("/proc/cpuinfo")
-    found = info.read_text().splitlines() if info.exists() else []
+    found = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in found if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()

@@ -228,7 +228,9 @@ def timm_scripts(saved: Path, folder: Path, checkout: Path) -> Written:
         AssertionError: validate.py measures another accuracy than `normswap.evaluate`.
     """
     [runner] = [block for block in blocks(ROOT / "docs" / "your_loop.md") if block.file == RUNNER]
-    (folder / RUNNER).write_text(runner.text.replace('"converted"', repr(str(saved)), 1))
+    (folder / RUNNER).write_text(
+        runner.text.replace('"converted"', repr(str(saved)), 1), encoding="utf-8"
+    )
     images = folder / "images"
     for part in ("train", "val"):
         with tarfile.open(shipped.IMAGES) as archive:
@@ -250,7 +252,7 @@ def timm_scripts(saved: Path, folder: Path, checkout: Path) -> Written:
     model = normswap.load(saved)
     model.load_state_dict(torch.load(file, weights_only=True))
     loader = make_loader(model, str(images), batch_size=50, workers=0)
-    results = json.loads((folder / "results.json").read_text())
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     found = normswap.evaluate(model, loader).top1
     assert abs(results["top1"] - found) < 0.01, (results, found)
     return model, file

@@ -73,7 +73,7 @@ def resolved(*arguments: str) -> list[Package]:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
         command += ["--ignore-installed", "--report", str(report), *arguments]
         subprocess.run(command, check=True, cwd=folder, capture_output=True)
-        items = json.loads(report.read_text())["install"]
+        items = json.loads(report.read_text(encoding="utf-8"))["install"]
     packages = [
         Package(item["metadata"]["name"], item["metadata"]["version"], item["download_info"]["url"])
         for item in items

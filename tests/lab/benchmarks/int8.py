@@ -97,7 +97,8 @@ COLUMNS = (
 
 def vnni() -> str:
     """Whether this CPU adds products of bytes without saturating."""
-    return f"this CPU has {'' if 'vnni' in Path('/proc/cpuinfo').read_text() else 'no '}VNNI"
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return f"this CPU has {'' if 'vnni' in flags else 'no '}VNNI"
 
 
 class Case:

@@ -23,13 +23,15 @@ class Kept:
     def __init__(self, file: Path, *, fresh: bool = False) -> None:
         self.file = file
         file.parent.mkdir(exist_ok=True)
-        lines = file.read_text().splitlines() if file.is_file() and not fresh else []
+        lines = (
+            file.read_text(encoding="utf-8").splitlines() if file.is_file() and not fresh else []
+        )
         self.rows: dict[Key, Row] = {tuple(row["key"]): row for row in map(json.loads, lines)}
         self.commit = circumstances.commit()
 
     def add(self, key: Key, **row: Any) -> Row:
         self.rows[key] = {"key": key, "commit": self.commit, **row}
-        with self.file.open("a") as out:
+        with self.file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(self.rows[key]) + "\n")
         return self.rows[key]
 

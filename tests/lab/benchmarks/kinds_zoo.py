@@ -119,7 +119,7 @@ def main() -> None:
             "commit": circumstances.commit(),
         }
         (DATA / f"{kind}.safetensors").chmod(0o644)
-        (DATA / f"{kind}.json").write_text(json.dumps(note, indent=1) + "\n")
+        (DATA / f"{kind}.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
         print(kind, note, flush=True)
 
 

@@ -143,10 +143,10 @@ def run(table: Table, line: Line, power: int, seed: int) -> Row:
     try:
         finetune(None, recipe, place, resume="auto", device="cpu", track="none")
     except TrainingError as error:
-        (place / "diverged.txt").write_text(f"{error}\n")
+        (place / "diverged.txt").write_text(f"{error}\n", encoding="utf-8")
         return {"state": "diverged"}
 
-    *_, cells = csv.DictReader((place / "metrics.csv").read_text().splitlines())
+    *_, cells = csv.DictReader((place / "metrics.csv").read_text(encoding="utf-8").splitlines())
     last: dict[str, float | None] = dict.fromkeys(cells)
     last |= {figure: float(value) for figure, value in cells.items() if value}
     if last["epoch"] != recipe.train.epochs:
@@ -223,7 +223,11 @@ def main() -> None:
                 flush=True,
             )
 
-    below = given.output.read_text().partition("\n## ")[2] if given.output.exists() else ""
+    below = (
+        given.output.read_text(encoding="utf-8").partition("\n## ")[2]
+        if given.output.exists()
+        else ""
+    )
     again = ["top-1 by statistics of 1000 training images"] * table.recalibrated
     columns = (
         "network",

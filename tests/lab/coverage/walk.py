@@ -64,7 +64,7 @@ def options() -> argparse.Namespace:
 
 def read(file: Path) -> dict[str, dict[str, Any]]:
     """The last row of each network."""
-    lines = file.read_text().splitlines() if file.is_file() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return {row["name"]: row for row in map(json.loads, lines)}
 
 
@@ -198,7 +198,7 @@ def main() -> int:
     text = summary.table(rows.values(), read(args.out.with_name("mutants.jsonl")).values())
     args.out.with_name(
         "summary.md" if args.out == HERE / "walk.jsonl" else f"{args.out.stem}.md"
-    ).write_text(text)
+    ).write_text(text, encoding="utf-8")
     print(text)
 
     return any(row["status"] in ("wrong", "raised", "crashed") for row in rows.values())

@@ -28,7 +28,7 @@ def test_every_part_ends_well_in_a_dry_run(tmp_path: Path) -> None:
     ):
         rows = [
             line
-            for line in (tmp_path / f"{part}.md").read_text().splitlines()
+            for line in (tmp_path / f"{part}.md").read_text(encoding="utf-8").splitlines()
             if line.startswith("| ")
         ]
         assert len(rows) > 1, part
