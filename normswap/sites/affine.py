@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from normswap.copying import doubled
 from normswap.errors import RefusedError
@@ -128,11 +127,6 @@ def refusal(module: nn.Module) -> str | None:
         return f"{class_name} bends what it reads"
     if not is_batchnorm(module):
         return f"{class_name} computes its statistics per sample"
-    if parametrize.is_parametrized(module):
-        return (
-            "its tensors are parametrized, which would be lost with it;"
-            " torch's remove_parametrizations keeps their values"
-        )
 
     if _has_unknown_forward(module):
         return (

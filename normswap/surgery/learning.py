@@ -86,7 +86,13 @@ def resemble(model: nn.Module, built: nn.Module) -> None:
         nearest = path
         while nearest not in modules:
             nearest = nearest.rpartition(".")[0]
-        module.training = modules[nearest].training
+        # The mode of an identity in the place of a norm says nothing. That of the nearest module
+        # with parameters does.
+        with_mode = nearest
+        if type(modules[nearest]) is not type(module):
+            while with_mode and _learning(modules[with_mode]) is None:
+                with_mode = with_mode.rpartition(".")[0]
+        module.training = modules[with_mode].training
 
         for name, parameter in module._parameters.items():
             if parameter is None:

@@ -8,7 +8,6 @@ import timm.layers
 import torch
 from support.lived_in_networks import distance, run
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.optim.swa_utils import update_bn
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -295,21 +294,3 @@ def test_a_norm_by_itself_has_a_site() -> None:
     assert tracked.together(3) == [1, 1, 1]
     assert site_of(nn.InstanceNorm1d(4)).statistics is Statistics.SAMPLE
     assert not site_of(nn.Conv2d(3, 3, 1)).is_norm
-
-
-class Positive(nn.Module):
-    def forward(self, gamma: Tensor) -> Tensor:
-        return nn.functional.softplus(gamma)
-
-
-def test_a_norm_with_a_constraint_on_its_gamma_is_refused() -> None:
-    """It would be gone in training. Without it the values are the same, and the norm is folded."""
-    source = Two(nn.BatchNorm2d(8)).eval()
-    parametrize.register_parametrization(source.norm, "weight", Positive())
-    images = torch.randn(2, 3, 9, 9)
-
-    with pytest.raises(RefusedError, match="its tensors are parametrized"):
-        normswap.convert(source, "folded", inputs=images)
-
-    parametrize.remove_parametrizations(source.norm, "weight")
-    assert normswap.convert(source, "folded", inputs=images).report.verdict == "PROVED"

@@ -141,7 +141,8 @@ def test_an_option_that_opens_a_network_is_refused_where_none_is_named(
     command: str, option: str, here: Path, capfd: Capture
 ) -> None:
     """The recipe names one, which is opened as the recipe says."""
-    (here / "r.yaml").write_text("summary: s\nmodel: {name: resnet18, weights: random}\n")
+    text = "summary: s\nmodel: {name: resnet18, weights: random}\n"
+    (here / "r.yaml").write_text(text, encoding="utf-8")
     words = [f"--{option}", OPENED[option]] if OPENED[option] else [f"--{option}"]
     recipe = ["r.yaml", "--lr", "0.1"] if command == "sweep" else ["--recipe", "r.yaml"]
 
