@@ -17,6 +17,7 @@ y = skip + alpha f(x) this is the variance of f(x), before the scalar alpha of S
 shows whether f keeps the variance. `added_variance` is the average channel variance of alpha f(x).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,14 @@ from torch import Tensor, fx, nn
 from normswap import copying
 from normswap.calibration.channel_moments import ChannelMoments
 from normswap.errors import RefusedError, TraceError
+from normswap.graph import channel_axes
 from normswap.graph.inspection import Anatomy, Block
 from normswap.graph.recording import record_once
 from normswap.graph.tracing import MULTIPLICATIONS, inputs
 from normswap.models import calling
 from normswap.models.calling import Example, Inputs
 from normswap.models.modes import undisturbed
+from normswap.sites.activations import is_identity
 from normswap.sites.own_layer import GAMMA, OwnLayer, scales_branch
 from normswap.sites.site import site_of, sites_of
 from normswap.surgery.network import Network
@@ -126,9 +129,9 @@ def signal_propagation(
     for block_nodes in nodes:
         names |= block_nodes.names
 
-    # `moments` is filled below. timm's networks say by `output_fmt` if their maps are (N, H, W, C).
+    # `moments` is filled below.
     moments: _Moments = {}
-    channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
+    dims = _channel_dims(anatomy, names)
     if batch_statistics:
         model = _without_running_statistics(model)
     # The network runs in eval mode, and what its forward writes into it is undone afterwards.
@@ -138,7 +141,7 @@ def signal_propagation(
             # image is measured in a call of its own.
             singles = example.parted(1) if example.listed else [example]
             for single in singles:
-                _add_moments(model, single.like(model), names, moments, channels_last=channels_last)
+                _add_moments(model, single.like(model), names, moments, dims)
 
     points: list[Point] = []
     for depth, (block, block_nodes) in enumerate(zip(anatomy.blocks, nodes, strict=True), 1):
@@ -157,6 +160,35 @@ def signal_propagation(
             )
         )
     return points
+
+
+def _channel_dims(anatomy: Anatomy, names: set[str]) -> dict[str, int]:
+    """Return the dimension of the channels of each node's value, by the node's name.
+
+    The axis is the one that the recorded graph shows, for the value or for one of the same shape
+    that it is computed from. Where it shows none, the channels of tokens (N, L, C) and of maps of a
+    network that says (N, H, W, C) come last, and all others second.
+
+    Args:
+        anatomy: The recorded network.
+        names: The names of the nodes.
+    """
+    traced = anatomy.traced
+    axes = channel_axes.find_axes(traced, lambda node: is_identity(traced.module(node)))
+    # timm's networks say by `output_fmt` if their maps are (N, H, W, C).
+    is_last = getattr(traced.modules[""], "output_fmt", "NCHW") == "NHWC"
+
+    dims: dict[str, int] = {}
+    for node in traced.nodes:
+        if node.name not in names:
+            continue
+        shape = node.meta["shape"]
+        alike = [node, *(each for each in inputs(node) if each.meta["shape"] == shape)]
+        known = [axes[each] for each in alike if each in axes]
+        found = [-1 if axis.last else axis.dim for axis in known]
+        usual = -1 if is_last or len(shape or ()) == 3 else 1
+        dims[node.name] = next((dim for dim in found if dim is not None), usual)
+    return dims
 
 
 def _without_running_statistics(model: nn.Module) -> nn.Module:
@@ -234,7 +266,11 @@ def _averages(moments: ChannelMoments) -> tuple[float, float]:
 
 
 def _add_moments(
-    model: nn.Module, batch: Example, names: set[str], moments: _Moments, *, channels_last: bool
+    model: nn.Module,
+    batch: Example,
+    names: set[str],
+    moments: _Moments,
+    dims: Mapping[str, int],
 ) -> None:
     """Run a network on a batch, and add the values of some nodes to the statistics of each node.
 
@@ -244,7 +280,7 @@ def _add_moments(
         names: The names of the nodes in the recorded graph.
         moments: The mean and variance of each channel so far, by the node's name. They are changed
             in place.
-        channels_last: Whether maps are (N, H, W, C).
+        dims: The dimension of the channels of each node's value, by the node's name.
 
     Raises:
         RefusedError: The network does not run on the batch, or takes another path through its code.
@@ -262,9 +298,7 @@ def _add_moments(
         """
         if name not in names or not isinstance(x, Tensor):
             return
-        # Tokens are (N, L, C), so their channels come last, too.
-        channel_dim = x.ndim - 1 if channels_last or x.ndim == 3 else 1
-        values = x.movedim(channel_dim, 0).flatten(1).double()
+        values = x.movedim(dims[name], 0).flatten(1).double()
         moments.setdefault(name, ChannelMoments.none(len(values), x.device)).add(values)
         missing.discard(name)
 

@@ -598,3 +598,59 @@ left to average over.
     for role in ("other", "stem", "down", "last"):
         print(f"| {role} | near -2 | {slope(role):.2f} |")
     print("\nIn a ResNet-18 of 16 to 128 channels with 10 classes, on 8 images of 32 pixels.")
+
+
+class Rows(nn.Module):
+    """A residual block of one dimension: (N, C, L), which has the shape of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.conv(x))
+
+
+class ChannelsLast(nn.Module):
+    """A residual block of (N, H, W, C), in a network that does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.fc1(self.norm(x)).relu())
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("batches", [(16,), (16, 5)])
+@pytest.mark.parametrize("kind", ["one dimension", "channels last"])
+def test_channels_are_where_the_layers_have_them(kind: str, batches: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    shape: tuple[int, ...] = (4, 50)
+    stem: list[nn.Module] = [nn.Conv1d(4, 8, 3)]
+    block: nn.Module = Rows()
+    axes = (0, 2)
+    if kind == "channels last":
+        shape, stem, block, axes = (
+            (3, 9, 7),
+            [nn.Conv2d(3, 8, 3), Turned()],
+            ChannelsLast(),
+            (0, 1, 2),
+        )
+    model = nn.Sequential(*stem, block).double().eval()
+    inputs = [torch.randn(count, *shape, dtype=torch.float64) for count in batches]
+
+    (point,) = signal_propagation(Network(model, inputs[0]), inputs)
+
+    with torch.no_grad():
+        outputs = torch.cat([model(x) for x in inputs])
+    assert point.mean_sq == pytest.approx(float(outputs.mean(axes).square().mean()))
+    assert point.variance == pytest.approx(float(outputs.var(axes, correction=0).mean()))
