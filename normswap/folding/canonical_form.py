@@ -178,16 +178,31 @@ def _move_scale(builder: PlanBuilder, site: Site) -> None:
         return propagation.propagates_scale(builder, node)
 
     conv_paths = propagation.consumers(builder, site.module, propagates)
+
+    # A channel whose s is too small for a dtype has sign 0 there, and its |s| is not moved. The new
+    # layers get the dtypes of the old ones, so the signs must be the same in all of these.
+    layers = [site.module, *(builder.traced.modules[path] for path in conv_paths)]
+    signs, *others = (site.signs(dtype) for dtype in _dtypes(layers))
+    if any(not torch.equal(signs, other) for other in others):
+        raise NotFoldable(
+            f"its scale is too small for a dtype of its own or of {', '.join(conv_paths)}"
+        )
+
+    # The shift that stays multiplies by the signs of s, unless all of them are 1.
     for conv_path in conv_paths:
         builder.linear(conv_path).add(site.path, AbsorbMode.BEFORE_MAGNITUDE)
-
-    # The shift that stays multiplies by the signs of s, unless all of them are 1. A channel whose s
-    # is too small for the network's dtype has sign 0.
-    dtype = next(nn.Module.parameters(builder.traced.modules[conv_paths[0]])).dtype
-    is_signed = bool((site.signs(dtype) != 1).any())
-    builder.replace(site.path, "ChannelBias", signed=is_signed)
+    builder.replace(site.path, "ChannelBias", signed=bool((signs != 1).any()))
     sentence = f"scale moves to {', '.join(conv_paths)}; a shift stays"
     builder.settle(site.path, Outcome(plan_builder.LEFT_SHIFT, sentence))
+
+
+def _dtypes(modules: Collection[nn.Module]) -> set[torch.dtype]:
+    """Return the dtypes of all floating-point tensors of some modules."""
+    dtypes: set[torch.dtype] = set()
+    for module in modules:
+        tensors = (*nn.Module.parameters(module), *nn.Module.buffers(module))
+        dtypes.update(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+    return dtypes
 
 
 def _fold_scalar(builder: PlanBuilder, site: Site) -> None:

@@ -264,9 +264,12 @@ def split(module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     scale, shift = read_map(module)
 
     # t / s must stay below the largest number of `dtype`, and |s| above the smallest, each with a
-    # margin of 1024.
-    limit = torch.finfo(dtype).max / 1024
-    is_tiny = scale.abs() < torch.finfo(dtype).tiny * 1024
+    # margin of 1024. float16 has no room for that: what a dead channel leaves out, s * x, must not
+    # be larger than rounding.
+    info = torch.finfo(dtype)
+    margin = min(1024, info.eps / info.tiny)
+    limit = info.max / margin
+    is_tiny = scale.abs() < info.tiny * margin
     overflows = shift.abs() > scale.abs() * limit
     # A dead channel is the constant t, whatever x is.
     dead = is_tiny | overflows
