@@ -15,7 +15,7 @@ from normswap.errors import NormswapError, SourceError, spelled
 from normswap.graph import recording
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
-from normswap.models import calling, kinds, network_input
+from normswap.models import calling, kinds, network_input, weight_files
 from normswap.models.modes import Progress
 from normswap.plan import Body
 from normswap.proof import comparison, doubles, held_out, where
@@ -161,8 +161,8 @@ def _is_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
     # A hook may change what a layer computes, and no plan makes hooks.
     if repr(planned) != repr(result) or any(map(_has_hooks, nn.Module.modules(result))):
         return False
-    expected = planned.state_dict()
-    actual = result.state_dict()
+    expected = weight_files.state_dict(planned)
+    actual = weight_files.state_dict(result)
     if expected.keys() != actual.keys():
         return False
     return all(_is_same(value, actual[name]) for name, value in expected.items())
