@@ -144,6 +144,9 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     """
     check_blocks(anatomy)
 
+    # Whether every scalar has the value that keeps the function.
+    keeps_function = True
+
     # Learnable scalars of an earlier conversion stay if they can. These are their paths.
     modules = anatomy.traced.modules
     scaled: set[str] = set()
@@ -159,6 +162,8 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
 
         with_bias = bias and block.order == "post"
         if block.tail in scaled:
+            present = cast(BranchScale, modules[block.tail]).alpha.item()
+            keeps_function = keeps_function and value in (None, present)
             _rescale(builder, block.tail, value, with_bias)
             continue
 
@@ -172,8 +177,14 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
             continue
 
         alpha = keeping_alpha if value is None else value
+        keeps_function = keeps_function and alpha == keeping_alpha
         place_scale(builder, block.tail, alpha, with_bias)
 
+    if value is not None and not keeps_function:
+        builder.notes.append(
+            f"alpha {value:g} does not keep the function of a trained network:"
+            f" `{spelled('alpha', 'match')}` does"
+        )
     return builder
 
 
