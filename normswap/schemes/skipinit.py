@@ -171,7 +171,7 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         if keeping_alpha is None:
             # The old scalar stays, so an edit that was planned at its path is dropped.
             builder.notes.append(
-                f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}"
+                f"{block.name} keeps the scalar bias: {builder.outcomes[block.tail]}"
             )
             builder.replacements.pop(block.tail, None)
             continue
@@ -405,7 +405,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
         conv, readers = last_linear(builder, block.branch, block.total)
         mean, deviation = _output_moments(builder.anatomy, block, conv)
     except NotFoldable as why:
-        builder.notes.append(f"{block.path}: its last layer stays as large as it is, because {why}")
+        builder.notes.append(f"{block.name}: its last layer stays as large as it is, because {why}")
         return 1.0
 
     reads = builder.linear(conv).reads
@@ -418,7 +418,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
     last_norm = (block.last or "", Absorption(AbsorbMode.AFTER))
     if rms == 0 and not mean.any() and last_norm in reads:
         builder.notes.append(
-            f"{block.path}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn"
+            f"{block.name}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn"
         )
         reads[reads.index(last_norm)] = (last_norm[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
@@ -426,7 +426,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
     # An output that is constant, or has no finite deviation, gives no factor to divide by.
     if not math.isfinite(rms) or rms < 1e-12:
         builder.notes.append(
-            f"{block.path}: its last layer stays as large as it is: its output does not vary"
+            f"{block.name}: its last layer stays as large as it is: its output does not vary"
         )
         return 1.0
 

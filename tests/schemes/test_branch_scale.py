@@ -363,3 +363,21 @@ def test_an_alpha_that_changes_the_function_is_noted(alpha: str | float, scheme:
     dropout = {"dropout": 0.2} if scheme == "regularized-skipinit" else {}
     again: Any = planner(inspection.inspect(done.model, x), alpha=alpha, **dropout)
     assert not any("match" in note for note in again.notes)
+
+
+class Summing(nn.Module):
+    """A network whose own forward adds, so that it is the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x)
+
+
+def test_a_note_about_the_network_itself_names_it() -> None:
+    done = normswap.convert(Summing().eval(), "skipinit", inputs=torch.randn(2, 3, 8, 8))
+
+    (note,) = done.notes
+    assert note.startswith("the network itself: ")
