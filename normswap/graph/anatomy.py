@@ -115,6 +115,11 @@ class Block:
     total: fx.Node = field(repr=False, compare=False)
     branch: fx.Node = field(repr=False, compare=False)
 
+    @property
+    def name(self) -> str:
+        """The path, for messages. A block whose forward is the network's has an empty path."""
+        return self.path or "the network itself"
+
 
 @dataclass(frozen=True)
 class Anatomy:

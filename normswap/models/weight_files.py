@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -475,6 +475,33 @@ def _has_finite_numbers(name: str, tensor: Tensor, origin: str) -> bool:
         raise SourceError(f"{origin} holds numbers that torch does not compute with", why) from None
 
 
+def state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a network.
+
+    Raises:
+        SourceError: A hook, or another part of the network's own code, fails while it is made.
+    """
+    try:
+        return model.state_dict()
+    # The hooks are the user's code, which may raise anything.
+    except Exception as error:
+        raise _error_of_hook("the network makes no state dict", error) from error
+
+
+def _error_of_hook(what: str, error: Exception) -> SourceError:
+    """Return the error for a failure of the network's own code while a state dict is made or read.
+
+    Args:
+        what: What could not be done.
+        error: What the code raised.
+    """
+    return SourceError(
+        what,
+        f"its own code fails with {type(error).__name__}: {first_line(error)}",
+        "If a hook asks for a norm that is gone, remove the hook, or let it skip what is not there",
+    )
+
+
 def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
     """Load tensors into a network. Every name and shape must fit.
 
@@ -492,7 +519,7 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         SourceError: Names are missing or unexpected, or have other shapes. The message lists them.
     """
     # Bring names and shapes to those of the network. First a prefix of all names is taken off.
-    bare = copying.state_tensors(model)
+    bare = {name: own for name, own in state_dict(model).items() if isinstance(own, Tensor)}
     named = state if isinstance(state, StateDict) else StateDict(state)
     as_it_is = _without_prefix(named, bare)
     state = as_it_is
@@ -524,6 +551,9 @@ def load_into(model: nn.Module, state: State, origin: str, cfg: Cfg) -> None:
         model.load_state_dict(filled)
     except RuntimeError as error:
         raise SourceError(f"{origin} does not load", " ".join(str(error).split())) from None
+    # A hook is the user's code, which may raise anything.
+    except Exception as error:
+        raise _error_of_hook(f"{origin} does not load", error) from error
 
 
 def _loads_older_names(model: nn.Module, state: StateDict) -> bool:

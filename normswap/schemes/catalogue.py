@@ -43,7 +43,7 @@ _ALPHA = Option(
     "alpha",
     object,
     "match",
-    "`match`, 1 / sqrt(blocks) or a number",
+    "`match` keeps the function; 1 / sqrt(blocks) or a number does not",
     "NUMBER",
     choices=("match", "inv-sqrt-depth"),
 )

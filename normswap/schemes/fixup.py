@@ -81,7 +81,7 @@ def _place_scales(builder: PlanBuilder) -> None:
         if block.tail is None:
             builder.refusals[block.path] = no_tail(builder.anatomy, block)
         elif scales_branch(modules[block.tail]) and block.tail not in builder.replacements:
-            builder.notes.append(f"{block.path} keeps its scalar")
+            builder.notes.append(f"{block.name} keeps its scalar")
         else:
             # An activation after the sum needs a scalar bias before it, which the multiplier has.
             place_scale(builder, block.tail, alpha=1.0, bias=block.order == "post")
@@ -185,7 +185,7 @@ def _reset(builder: PlanBuilder, *, zeros: bool, scaled: bool) -> None:
         try:
             last, _ = last_linear(builder, block.branch, block.total)
         except NotFoldable as why:
-            builder.notes.append(f"{block.path} is not reset: {why}")
+            builder.notes.append(f"{block.name} is not reset: {why}")
             continue
 
         # The last layer of the branch starts at 0. The other m - 1 layers are multiplied by

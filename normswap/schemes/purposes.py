@@ -17,7 +17,7 @@ from normswap.errors import first_line
 from normswap.folding.overwriting import overwrites, shares
 from normswap.folding.plan_builder import PlanBuilder
 from normswap.graph.inspection import Anatomy
-from normswap.graph.tracing import Traced, inputs
+from normswap.graph.tracing import LINEAR, Traced, inputs
 from normswap.layers.channelwise import ChannelBias
 from normswap.layers.placeholders import Copy
 from normswap.plan import Edit, Outcome, Then
@@ -148,23 +148,54 @@ def _refuse_layers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
 def _refuse_buffers(builder: PlanBuilder, path: str, module: nn.Module) -> None:
     """Refuse a layer with learning parameters that holds buffers, because Opacus refuses it.
 
+    A linear layer that makes its weight in a hook, of parameters that learn, is refused, too.
+
     A layer whose weight is parametrized, as by weight normalization, may have no learning parameter
     of its own, since the parametrization holds them. It gets a bias.
     """
     if not site_of(module).learns:
         if parametrize.is_parametrized(module):
-            # Without a bias Opacus would hook the parametrization. That reads a weight, from which
-            # no gradients per sample can be computed.
-            builder.replace(path, "WithBias")
-            builder.settle(path, Outcome("learn", "learns", "it gets a bias"))
+            _plan_bias(builder, path, module)
         return
 
+    kind = type(module).__name__
     buffers = [name for name, _ in nn.Module.named_buffers(module)]
     if buffers:
         builder.refusals[path] = (
-            f"a {type(module).__name__} learns and holds buffers ({', '.join(buffers[:3])}), which"
+            f"a {kind} learns and holds buffers ({', '.join(buffers[:3])}), which"
             " Opacus refuses; groupnorm, skipinit, folded and frozen-bn have none"
         )
+        return
+
+    # A hook sets `weight` to a tensor that it computes of parameters with other names.
+    own = nn.Module.named_parameters(module, recurse=False)
+    learning = [name for name, parameter in own if parameter.requires_grad]
+    hooked = [name for name in learning if name not in ("weight", "bias")]
+    if isinstance(module, LINEAR) and "weight" not in module._parameters and hooked:
+        builder.refusals[path] = (
+            f"a {kind} makes its weight of {' and '.join(hooked)} in a hook, and Opacus has no"
+            " gradients per sample of these; torch.nn.utils.parametrizations.weight_norm uses none"
+        )
+
+
+def _plan_bias(builder: PlanBuilder, path: str, module: nn.Module) -> None:
+    """Plan a bias for a parametrized layer that has no learning parameter of its own.
+
+    Without one Opacus would hook the parametrization. That reads a weight, from which no gradients
+    per sample can be computed. Nothing is planned for a layer of which nothing learns. A layer that
+    cannot get a bias is refused.
+    """
+    if not any(parameter.requires_grad for parameter in nn.Module.parameters(module)):
+        return
+    if not isinstance(module, LINEAR) or module.bias is not None:
+        builder.refusals[path] = (
+            f"the parametrized weight of a {type(module).__name__} learns but no bias does, and"
+            " Opacus has no gradients per sample of it; torch.nn.utils.parametrize has"
+            " remove_parametrizations"
+        )
+        return
+    builder.replace(path, "WithBias")
+    builder.settle(path, Outcome("learn", "learns", "it gets a bias"))
 
 
 def _plan_out_of_place(builder: PlanBuilder, path: str) -> None:

@@ -144,6 +144,9 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
     """
     check_blocks(anatomy)
 
+    # Whether every scalar has the value that keeps the function.
+    keeps_function = True
+
     # Learnable scalars of an earlier conversion stay if they can. These are their paths.
     modules = anatomy.traced.modules
     scaled: set[str] = set()
@@ -159,6 +162,8 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
 
         with_bias = bias and block.order == "post"
         if block.tail in scaled:
+            present = cast(BranchScale, modules[block.tail]).alpha.item()
+            keeps_function = keeps_function and value in (None, present)
             _rescale(builder, block.tail, value, with_bias)
             continue
 
@@ -166,14 +171,20 @@ def scale_branches(anatomy: Anatomy, value: float | None, *, bias: bool = False)
         if keeping_alpha is None:
             # The old scalar stays, so an edit that was planned at its path is dropped.
             builder.notes.append(
-                f"{block.path} keeps the scalar bias: {builder.outcomes[block.tail]}"
+                f"{block.name} keeps the scalar bias: {builder.outcomes[block.tail]}"
             )
             builder.replacements.pop(block.tail, None)
             continue
 
         alpha = keeping_alpha if value is None else value
+        keeps_function = keeps_function and alpha == keeping_alpha
         place_scale(builder, block.tail, alpha, with_bias)
 
+    if value is not None and not keeps_function:
+        builder.notes.append(
+            f"alpha {value:g} does not keep the function of a trained network:"
+            f" `{spelled('alpha', 'match')}` does"
+        )
     return builder
 
 
@@ -394,7 +405,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
         conv, readers = last_linear(builder, block.branch, block.total)
         mean, deviation = _output_moments(builder.anatomy, block, conv)
     except NotFoldable as why:
-        builder.notes.append(f"{block.path}: its last layer stays as large as it is, because {why}")
+        builder.notes.append(f"{block.name}: its last layer stays as large as it is, because {why}")
         return 1.0
 
     reads = builder.linear(conv).reads
@@ -407,7 +418,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
     last_norm = (block.last or "", Absorption(AbsorbMode.AFTER))
     if rms == 0 and not mean.any() and last_norm in reads:
         builder.notes.append(
-            f"{block.path}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn"
+            f"{block.name}: its last gamma and beta are 0; `match` is alpha = 0; it can still learn"
         )
         reads[reads.index(last_norm)] = (last_norm[0], Absorption(AbsorbMode.AFTER_UNIT))
         return 0.0
@@ -415,7 +426,7 @@ def _normalize(builder: PlanBuilder, block: Block) -> float:
     # An output that is constant, or has no finite deviation, gives no factor to divide by.
     if not math.isfinite(rms) or rms < 1e-12:
         builder.notes.append(
-            f"{block.path}: its last layer stays as large as it is: its output does not vary"
+            f"{block.name}: its last layer stays as large as it is: its output does not vary"
         )
         return 1.0
 

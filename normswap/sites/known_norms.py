@@ -476,7 +476,9 @@ def measured_at_each_position(module: nn.Module) -> NormKind | None:
 def _measure_at_each_position(module: nn.Module) -> NormKind | None:
     """Run a module, and return the kind of LayerNorm or RMSNorm that it computes, or None if none.
 
-    A copy of the module with random tensors is run in float64, in eval mode and in training.
+    A copy of the module with random tensors is run in float64, in eval mode and in training. A
+    module that normalizes either dimension, whichever has as many numbers as its tensors, is none:
+    what it computes depends on the size of its input.
 
     Args:
         module: A module with the tensors `weight` and perhaps `bias`, each of one length.
@@ -494,21 +496,39 @@ def _measure_at_each_position(module: nn.Module) -> NormKind | None:
     for vector in vectors.values():
         vector.copy_(torch.randn(channels, generator=generator, dtype=torch.float64))
 
+    kinds: list[NormKind] = []
     for dim in (1, -1):
         noise = torch.randn(2, 3, 5, channels, generator=generator, dtype=torch.float64)
-        probes: list[tuple[Tensor, object]] = []
-        # A norm may refuse maps whose channels are in another dimension than its own expects.
-        try:
-            for training, scale in itertools.product((False, True), SCALES):
-                x = scale * noise.movedim(-1, dim)
-                probes.append((x, norm.train(training)(x)))
-        except Exception:
-            continue
+        kind = _kind_along(norm, dim, noise.movedim(-1, dim), _eps_candidates(module))
+        if kind is not None:
+            kinds.append(kind)
+    return kinds[0] if len(kinds) == 1 else None
 
-        for eps, centres in itertools.product(_eps_candidates(module), (True, False)):
-            kind = at_each_position(dim, centres=centres, eps=eps)
-            if all(is_near(y, _normalized(x, dim, kind, vectors)) for x, y in probes):
-                return kind
+
+def _kind_along(
+    norm: nn.Module, dim: int, noise: Tensor, eps_candidates: list[float]
+) -> NormKind | None:
+    """Return the kind of LayerNorm or RMSNorm that a module computes over one dimension, or None.
+
+    Args:
+        norm: The module, in float64.
+        dim: The dimension.
+        noise: An input whose channels are in that dimension.
+        eps_candidates: The values that eps may have.
+    """
+    probes: list[tuple[Tensor, object]] = []
+    # A norm may refuse maps whose channels are in another dimension than its own expects.
+    try:
+        for training, scale in itertools.product((False, True), SCALES):
+            x = scale * noise
+            probes.append((x, norm.train(training)(x)))
+    except Exception:
+        return None
+
+    for eps, centres in itertools.product(eps_candidates, (True, False)):
+        kind = at_each_position(dim, centres=centres, eps=eps)
+        if all(is_near(y, _normalized(x, dim, kind, _vectors(norm))) for x, y in probes):
+            return kind
     return None
 
 

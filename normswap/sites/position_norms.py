@@ -80,17 +80,18 @@ def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> 
     """Return the dimension, -1 or 1, along which a module computes what `expected` returns.
 
     It is found by a trial: a float64 copy of the module, with random parameters, runs on an input
-    for each dimension. The result is None if the copy computes something else along both. Each
-    module is tried once, and its result is kept.
+    for each dimension. The result is None if the copy computes something else along both. It is
+    None, too, if the copy computes it along both: such a module takes the dimension that has C
+    numbers, so what it computes depends on the size of its input. Each module is tried once, and
+    its result is kept.
 
     Args:
         module: The module that is tried.
         channels: The number C of its channels.
         expected: A function of the copy and an input (..., C) that returns the expected output.
     """
-    # The answer is None unless an output turns out as expected. If both do, the last one counts.
     if module not in _MEASURED:
-        _MEASURED[module] = None
+        dims: list[int] = []
         # This is foreign code: it may refuse to be copied, or an input of this shape.
         with suppress(Exception):
             twin = copy.deepcopy(module).double().eval()
@@ -105,7 +106,8 @@ def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> 
                 # A module for (N, C, H, W) may refuse (N, H, W, C), and the other way round.
                 with suppress(Exception):
                     if torch.allclose(twin(x.clone()), y, rtol=1e-9, atol=1e-12):
-                        _MEASURED[module] = dim
+                        dims.append(dim)
+        _MEASURED[module] = dims[0] if len(dims) == 1 else None
     return _MEASURED[module]
 
 

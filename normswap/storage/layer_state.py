@@ -7,7 +7,9 @@ that are not saved. A layer reads its version when it is loaded, to convert an o
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from normswap import copying, reading
 from normswap.copying import dotted
-from normswap.errors import OutputError, first_line
+from normswap.errors import OutputError, first_few, first_line
+from normswap.models import weight_files
 from normswap.models.weight_files import StateDict
 from normswap.storage.header import FLOATS, Header, Scalar
 
 # The version of a layer that states none, as torch has it.
 _USUAL: dict[str, Scalar] = {"version": 1}
+# The attributes in which torch keeps the hooks that have to do with a module's state dict.
+_HOOKS = (
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_NOT_LOADED = "cannot save the network: with its own hooks it would not come back as it is"
+_ABOUT_HOOKS = (
+    "Remove the hooks that `register_load_state_dict_pre_hook` and the like have put on it, or let"
+    " them pass on what this network saves"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ def of(model: nn.Module) -> LayerState:
     Raises:
         OutputError: A tensor, or the extra state of a layer, cannot be saved.
     """
-    state = model.state_dict()
+    state = weight_files.state_dict(model)
     tensors: dict[str, Tensor] = {}
     extra_state: dict[str, str] = {}
     for name, value in state.items():
@@ -67,6 +82,7 @@ def of(model: nn.Module) -> LayerState:
             tensors[name] = value
         else:
             extra_state[name] = _as_json(name, value)
+    _check_hooks(model, state)
 
     layers: dict[str, dict[str, Scalar]] = {}
     # torch keeps the layers' versions in an attribute of the state dict. A state dict that a
@@ -100,6 +116,57 @@ def restore(model: nn.Module, state: StateDict, record: Header) -> None:
             layers[path] = {**_USUAL, **record.layers.get(path, {})}
     state._metadata = layers
     state.extras = {name: json.loads(text) for name, text in record.extra_state.items()}
+
+
+def _check_hooks(model: nn.Module, state: dict[str, Any]) -> None:
+    """Raise OutputError if the network's own hooks would load something else than was saved.
+
+    torch calls such hooks when a state dict is made and when it is loaded. They may rename tensors
+    or change values, and a conversion may have taken a layer away that they ask for.
+
+    Args:
+        model: The network, which is not changed.
+        state: Its state dict.
+    """
+    if not any(_has_hooks(module) for module in copying.tree(model).values()):
+        return
+
+    # A hook may write to what it is given, so it is given copies.
+    copies = OrderedDict(
+        (name, value.clone() if isinstance(value, Tensor) else value)
+        for name, value in state.items()
+    )
+    copies._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    loaded = copying.duplicate(model, {})
+    try:
+        loaded.load_state_dict(copies)
+    # A hook is the user's code, which may raise anything.
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+        raise OutputError(f"{_NOT_LOADED}: {why}", remedy=_ABOUT_HOOKS) from error
+
+    read = copying.tensors(loaded)
+    changed = [
+        name
+        for name, tensor in copying.tensors(model).items()
+        if name not in read or not _is_same(tensor, read[name])
+    ]
+    if changed:
+        why = f"{first_few(changed)} would have other values"
+        raise OutputError(f"{_NOT_LOADED}: {why}", remedy=_ABOUT_HOOKS)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that torch calls when a state dict is made or loaded."""
+    return any(vars(module).get(name) for name in _HOOKS)
+
+
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and numbers. NaN is the same as NaN."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    both_nan = (first != first) & (second != second)
+    return bool(((first == second) | both_nan).all())
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:

@@ -22,6 +22,7 @@ from normswap.folding import norm_free
 from normswap.folding.overwriting import aliasing_conflicts
 from normswap.folding.plan_builder import ALREADY_THERE, NEVER_CALLED, PlanBuilder
 from normswap.graph.anatomy import Anatomy, naming, patterns, restrict
+from normswap.models import weight_files
 from normswap.models.calling import Inputs
 from normswap.models.modes import Progress, full_precision
 from normswap.plan import Outcome, Step
@@ -551,7 +552,7 @@ def _renames(source: Network, conversions: Sequence[Conversion]) -> tuple[tuple[
         renames = {old: of_step.pop(new, new) for old, new in renames.items()} | of_step
 
     # Tensors that a step has added are left out, as the source has none of that name.
-    names_of_source = source.module.state_dict().keys()
+    names_of_source = weight_files.state_dict(source.module).keys()
     return tuple((old, new) for old, new in renames.items() if old in names_of_source)
 
 

@@ -16,7 +16,7 @@ from normswap.errors import NormswapError, SourceError, spelled
 from normswap.graph import recording
 from normswap.images.accuracy import agreement, classify
 from normswap.images.datasets import Loader
-from normswap.models import calling, kinds, network_input
+from normswap.models import calling, kinds, network_input, weight_files
 from normswap.models.modes import Progress
 from normswap.plan import Body
 from normswap.proof import comparison, doubles, held_out, where
@@ -164,7 +164,7 @@ def _is_what_is_planned(source: nn.Module, result: nn.Module) -> bool:
         return False
     # A state dict has extra state, and the modules have what no state dict holds, such as buffers
     # that are not persistent.
-    pairs = [(planned.state_dict(), result.state_dict())]
+    pairs = [(weight_files.state_dict(planned), weight_files.state_dict(result))]
     expected_modules = tree(planned)
     actual_modules = tree(result)
     if expected_modules.keys() != actual_modules.keys():

@@ -345,3 +345,39 @@ def test_a_branch_without_a_place_for_a_scalar_is_refused_with_the_reason(name: 
     _, builder = step(model, "skipinit")
 
     assert any(why in reason for reason in builder.refusals.values()), builder.refusals
+
+
+@pytest.mark.parametrize("scheme", ["skipinit", "regularized-skipinit"])
+@pytest.mark.parametrize("alpha", ["match", "inv-sqrt-depth", 0, 0.5])
+def test_an_alpha_that_changes_the_function_is_noted(alpha: str | float, scheme: str) -> None:
+    """De & Smith start at 0, where no branch of a trained network is heard any more."""
+    model, x = source("resnet18")
+
+    done = normswap.convert(model, scheme, alpha=alpha, inputs=x)
+
+    is_changed = distance(run(model, x), run(done.model, x)) > 1e-3
+    assert is_changed is (alpha != "match")
+    assert any("alpha=" in note and "match" in note for note in done.notes) is is_changed
+    # The same scalars once more change nothing.
+    planner = {"skipinit": skipinit.plan, "regularized-skipinit": skipinit.plan_regularized}[scheme]
+    dropout = {"dropout": 0.2} if scheme == "regularized-skipinit" else {}
+    again: Any = planner(inspection.inspect(done.model, x), alpha=alpha, **dropout)
+    assert not any("match" in note for note in again.notes)
+
+
+class Summing(nn.Module):
+    """A network whose own forward adds, so that it is the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(x)
+
+
+def test_a_note_about_the_network_itself_names_it() -> None:
+    done = normswap.convert(Summing().eval(), "skipinit", inputs=torch.randn(2, 3, 8, 8))
+
+    (note,) = done.notes
+    assert note.startswith("the network itself: ")

@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.sampled_tables import crossed, named, quick
 from support.tiny_modules import C, bn, conv
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import normswap
 from normswap import provenance, shipped
@@ -374,6 +376,105 @@ def test_a_parametrized_layer_gets_the_bias_by_which_opacus_finds_it(dtype: torc
         assert bias.dtype is dtype
         assert bias.tolist() == [0.0] * channels
     assert distance(run(model, x), run(result, x)) < 1e-5
+
+
+def doubled(layer: nn.Module) -> nn.Module:
+    """Give the layer a parametrization that holds nothing."""
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    return layer
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+# Layers of which Opacus may, or may not, have gradients per sample.
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "convolution": conv,
+    "with a learning factor": lambda: Tempered(),
+    "weight norm": lambda: parametrizations.weight_norm(conv()),
+    "weight norm without bias": lambda: parametrizations.weight_norm(conv(bias=False)),
+    "weight norm by a hook": lambda: nn.utils.weight_norm(conv()),
+    "weight norm by a hook, without bias": lambda: nn.utils.weight_norm(conv(bias=False)),
+    "spectral norm": lambda: parametrizations.spectral_norm(conv()),
+    "orthogonal": lambda: parametrizations.orthogonal(conv(bias=False)),
+    "parametrized": lambda: doubled(conv(bias=False)),
+    "parametrized norm": lambda: doubled(nn.GroupNorm(2, C)),
+    "parametrized norm without bias": lambda: doubled(nn.LayerNorm(8, bias=False)),
+    "InstanceNorm": lambda: nn.InstanceNorm2d(C, affine=True),
+    "InstanceNorm with statistics": lambda: nn.InstanceNorm2d(C, track_running_stats=True),
+}
+# Which parameters of the layer are frozen.
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "nothing frozen": lambda name: False,
+    "frozen": lambda name: True,
+    "bias frozen": lambda name: name == "bias",
+    "weight frozen": lambda name: name != "bias",
+}
+
+
+def trains_per_sample(opacus: Any, model: nn.Module, x: Tensor) -> bool:
+    """Whether Opacus' gradients per sample are those of plain autograd, of all that learns."""
+    model = model.train()
+    if opacus.GradSampleModule.validate(model) or opacus.validators.ModuleValidator.validate(model):
+        return False
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        opacus.GradSampleModule(model)(x).square().flatten(1).sum(1).mean().backward()
+        of_samples = {name: p.grad_sample for name, p in learning.items()}
+    # Opacus raises what comes.
+    except Exception:
+        return False
+
+    for i in range(len(x)):
+        loss = model(x[i : i + 1]).square().sum()
+        gradients = torch.autograd.grad(loss, [*learning.values()])
+        for name, gradient in zip(learning, gradients, strict=True):
+            if not torch.allclose(of_samples[name][i], gradient, atol=1e-9):
+                return False
+    return True
+
+
+def moves_buffers(model: nn.Module, x: Tensor) -> bool:
+    """Whether a forward in training changes a buffer."""
+    model = model.train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        model(x)
+    return any(not torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_what_opacus_cannot_train_is_refused_and_nothing_else(
+    layer: str, frozen: str, opacus: Any
+) -> None:
+    """A layer whose buffers move is refused as well, whether or not it learns."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(conv(), LAYERS[layer](), conv())
+        for name, parameter in model[1].named_parameters():
+            parameter.requires_grad_(not FROZEN[frozen](name))
+        return model.double().eval()
+
+    model = network()
+    x = torch.randn(3, C, 8, 8, dtype=torch.float64)
+    model(x)
+
+    builder = plan_opacus(inspection.inspect(model, x))
+
+    if builder.refusals:
+        assert not trains_per_sample(opacus, network(), x) or moves_buffers(network(), x)
+        return
+    result = applying.apply_step(model, Step("opacus", {}, builder.edits()))
+    assert trains_per_sample(opacus, result, x)
+    # What was frozen stays so, and a frozen layer gets nothing that learns.
+    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    learns = {name for name, parameter in result.named_parameters() if parameter.requires_grad}
+    assert learns - learned <= ({"1.bias"} if any(name[0] == "1" for name in learned) else set())
+    assert learned <= learns
 
 
 def test_without_copies_opacus_fails(opacus: Any) -> None:

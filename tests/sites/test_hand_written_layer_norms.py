@@ -122,6 +122,38 @@ class OfEachMap(Own):
         return F.instance_norm(x, weight=self.weight, bias=self.bias)
 
 
+class BySize(Own):
+    """It normalizes whichever dimension has C numbers, so another input gets another norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == C:
+            return super().forward(x.movedim(-1, 1)).movedim(1, -1)
+        return super().forward(x)
+
+
+class BySizeOfTorch(nn.LayerNorm):
+    """A subclass of LayerNorm that does the same."""
+
+    def __init__(self) -> None:
+        super().__init__(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] == C:
+            return super().forward(x)
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class ScaledBySize(nn.Module):
+    """A LayerScale of whichever dimension has C numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(C) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.gamma if x.shape[-1] == C else self.gamma.view(-1, 1, 1))
+
+
 class Scaled(Rms):
     """It is no RMSNorm: a LayerScale divides by nothing."""
 
@@ -227,10 +259,27 @@ def test_an_rmsnorm_is_no_layernorm_to_replace() -> None:
         normswap.convert(network(Rms), "rmsnorm", inputs=IMAGES)
 
 
-@pytest.mark.parametrize("norm", [Bounded, Dropped, OutsideTheRoot, OfEachMap, Scaled])
+@pytest.mark.parametrize("norm", [Bounded, Dropped, OutsideTheRoot, OfEachMap, Scaled, BySize])
 def test_what_computes_something_else_is_no_norm(norm: type[nn.Module]) -> None:
     torch.manual_seed(0)
     assert not site_of(norm().eval()).is_norm
+
+
+@pytest.mark.parametrize("layer", [BySize, BySizeOfTorch, ScaledBySize])
+def test_a_layer_whose_dimension_depends_on_the_size_stays(layer: Callable[[], nn.Module]) -> None:
+    """Images of 10 x 10 pixels give maps that are as wide as they have channels."""
+    source = Maps(lambda: nn.Sequential(nn.Conv2d(C, C, 1), layer())).eval()
+    source.norm2 = nn.BatchNorm2d(C).eval()
+    images = torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(0))
+    site = site_of(source.norm1[1])
+    assert (site.channel_dim, site.scaled_dim) == (None, None)
+
+    for inputs in (IMAGES, images):
+        result = normswap.convert(source, "folded", inputs=inputs).model
+
+        assert type(result.norm1[1]) is layer
+        for x in (IMAGES, images):
+            torch.testing.assert_close(result(x), source(x))
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-3, math.pi * 1e-5])
