@@ -197,6 +197,21 @@ def _range(values: Tensor | None) -> list[float] | None:
     return [values.min().item(), values.max().item()]
 
 
+def alphas_of(step: Step) -> dict[str, float | None]:
+    """Return the values with which a step places learned scalars, by the paths that they stand at.
+
+    A scalar may be placed behind the layer that replaces a module. A value is None if the plan
+    states no number.
+    """
+    alphas: dict[str, float | None] = {}
+    for edit in step.edits:
+        placed = [(edit.layer, edit.args), *((then.layer, then.args) for then in edit.then)]
+        for layer, args in placed:
+            if layer == "Scale":
+                alphas[edit.path] = args.get("alpha")
+    return alphas
+
+
 def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
     """Return a dict that describes a step of a plan.
 
@@ -210,7 +225,6 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
     """
     # Without a builder there are no outcomes and no notes.
     outcomes = getattr(builder, "outcomes", {})
-    scalars = [edit for edit in step.edits if edit.layer == "Scale"]
     return {
         "scheme": step.scheme,
         "options": step.options,
@@ -218,7 +232,7 @@ def of_step(step: Step, builder: PlanBuilder | None = None) -> Body:
         "verdicts": {path: str(outcome) for path, outcome in outcomes.items()},
         "outcomes": counts(outcomes.values()),
         "left": {},
-        "alphas": {edit.path: edit.args.get("alpha") for edit in scalars},
+        "alphas": alphas_of(step),
         "notes": list(getattr(builder, "notes", ())),
         "renames": [],
         "report": None,

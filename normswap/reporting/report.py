@@ -315,7 +315,7 @@ def _norms(anatomy: Anatomy, plan: Plan) -> dict[str, NormFact]:
 
 
 def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...]:
-    """Return the scalars at the ends of the residual branches, in the order of the blocks.
+    """Return the learned scalars at the ends of the residual branches, in the order of the blocks.
 
     Args:
         result: The converted network.
@@ -325,17 +325,19 @@ def _alphas(result: nn.Module, anatomy: Anatomy, plan: Plan) -> tuple[Alpha, ...
     # The value with which each scalar was placed, by its path.
     planned: dict[str, float | None] = {}
     for step in plan.steps:
-        for edit in step.edits:
-            if edit.layer == "Scale":
-                planned[edit.path] = edit.args.get("alpha")
+        planned |= summary.alphas_of(step)
 
     # The source's blocks, by the path of the module behind which their scalar is placed.
     block_paths = {block.tail: block.path for block in anatomy.blocks if block.tail}
     alphas = []
     for name, module in nn.Module.named_modules(result):
-        if scales_branch(module):
-            # If the module at that path stays, it is called `inner`, and the scalar is `then`.
-            path = name.removesuffix(".then")
+        # A constant, such as that of `nf --init reset`, is no alpha.
+        if scales_branch(module) and module.learns:
+            # If the module at that path stays, it is called `inner`, and the scalar is `then`. A
+            # constant behind the scalar is the `then` of both.
+            path = name
+            while path.endswith((".inner", ".then")):
+                path = path.rpartition(".")[0]
             alpha = Alpha(
                 block=block_paths.get(path, path),
                 path=path,

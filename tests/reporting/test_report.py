@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from support.sampled_tables import quick
 from torch import nn
 
 import normswap
+from normswap.analysis import summary
 from normswap.cli.app import main
 from normswap.plan import Arch
 from normswap.proof.distance import Error
@@ -145,6 +147,43 @@ def test_alphas_are_listed_by_the_blocks_that_they_end_in_the_order_of_the_forwa
     }
     assert [alpha.value for alpha in alphas] == [1, 2, 0]
     assert [alpha.planned for alpha in alphas] == [0.5] * 3
+
+
+class EndsLinear(nn.Module):
+    """Its branch ends in a convolution, behind which the scalar is placed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv2(self.norm(self.conv1(x)).relu())
+
+
+def test_a_scalar_behind_a_convolution_has_the_value_that_it_began_with() -> None:
+    source = nn.Sequential(nn.Conv2d(3, 4, 1), EndsLinear()).eval()
+    inputs = torch.randn(2, 3, 8, 8)
+    done = normswap.convert(source, "skipinit", inputs=inputs, alpha=0.5)
+    anatomy = normswap.inspect(source, inputs)
+    (alpha,) = report._alphas(done.model, anatomy, done.plan)
+    assert (alpha.block, alpha.value, alpha.planned) == ("1", 0.5, 0.5)
+    assert list(summary.of_step(done.plan.steps[-1])["alphas"].values()) == [0.5]
+
+
+def test_learned_scalars_are_told_from_constants() -> None:
+    source = timm.create_model("resnetv2_18", channels=(8, 8, 8, 8)).eval()
+    done = normswap.convert(source, "nf", init="reset", input_size=(3, 48, 48))
+    with torch.no_grad():
+        for module in done.model.modules():
+            if getattr(module, "learns", False):
+                module.alpha.fill_(0.7)
+    anatomy = normswap.inspect(source, torch.zeros(1, 3, 48, 48))
+    alphas = report._alphas(done.model, anatomy, done.plan)
+    assert [alpha.block for alpha in alphas] == [block.path for block in anatomy.blocks]
+    assert {round(alpha.value, 6) for alpha in alphas} == {0.7}
+    assert {alpha.planned for alpha in alphas} == {0.0}
 
 
 @pytest.mark.slow
