@@ -90,6 +90,9 @@ def measured_dim(module: nn.Module, channels: int, expected: ExpectedOutput) -> 
         channels: The number C of its channels.
         expected: A function of the copy and an input (..., C) that returns the expected output.
     """
+    # A module on "meta" has no values. It may get some later, and is tried then.
+    if any(parameter.is_meta for parameter in nn.Module.parameters(module)):
+        return None
     if module not in _MEASURED:
         dims: list[int] = []
         # This is foreign code: it may refuse to be copied, or an input of this shape.
