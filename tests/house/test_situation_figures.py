@@ -246,6 +246,24 @@ def int8() -> str:
     )
 
 
+def elsewhere() -> str:
+    light = "in another light"
+    ways = ("groupnorm --groups 32", "BatchNorm", "BatchNorm in eval mode")
+    groups, batch, in_eval = (row_of("policy_seeds.md", way=way) for way in ways)
+    there = row_of("policy_recalibrated.md", way="BatchNorm")
+
+    def of(row: Row, column: str) -> str:
+        return tenths(number(row[column]))
+
+    return (
+        f"A robot's policy acts as in training in {of(batch, 'as in training')} % of its episodes"
+        f" with BatchNorm, in {of(in_eval, 'as in training')} in eval mode and in"
+        f" {of(groups, 'as in training')} with `--groups 32`. In another light these are"
+        f" {of(batch, light)}, {of(in_eval, light)} and {of(groups, light)} %, and"
+        f" {of(there, light + ', recalibrated')} with BatchNorm recalibrated there"
+    )
+
+
 def layer_norms() -> str:
     onnx = row_of("layer_norms.md", format="onnx")
     executorch = row_of("layer_norms.md", format="executorch")
@@ -308,6 +326,7 @@ SENTENCES: dict[str, Callable[[], str]] = {
     "int8 lost my accuracy": int8,
     "BatchNorm after pruning, merging or averaging weights": pruned,
     "Test-time adaptation, a new domain": new_domain,
+    "It will act in another light, or from another place": elsewhere,
     "LayerNorm is slow on my NPU": layer_norms,
     "Interpretability, encrypted inference, spiking networks: no BatchNorm, please": folded,
     "NaN in running_mean or running_var, under AMP": not_finite,
