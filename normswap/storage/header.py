@@ -326,16 +326,17 @@ def record_to_write(record: Mapping[str, object], file: Path) -> str:
     return text
 
 
-def without_folders(contents: bytes) -> tuple[bytes, str]:
+def without_folders(contents: bytes) -> tuple[bytes, str | None]:
     """Return a weights file whose header does not tell the folders of this machine.
 
-    If the source is a path, only its last part stays. The tensors are the same.
+    If the source is a path, only its last part stays. The tensors are the same. Any other file is
+    returned as it is.
 
     Args:
         contents: The bytes of a `model.safetensors` that was read without an error.
 
     Returns:
-        The bytes of the file, and the digest of its header.
+        The bytes of the file, and the digest of its header. Older files have no digest.
     """
     # A safetensors file begins with the length of its header, which is JSON: the texts of the file,
     # and where each tensor lies behind the header.
@@ -345,8 +346,9 @@ def without_folders(contents: bytes) -> tuple[bytes, str]:
 
     # The source is a path alone, or stands behind a prefix: `local-dir:/home/me/net`.
     prefix, colon, place = record["source"].rpartition(":")
-    if PurePath(place).is_absolute():
-        record["source"] = f"{prefix}{colon}{PurePath(place).name}"
+    if not PurePath(place).is_absolute():
+        return contents, record.get("digest")
+    record["source"] = f"{prefix}{colon}{PurePath(place).name}"
     record["digest"] = digest_of(record)
 
     entries["__metadata__"][KEY] = json.dumps(record)
