@@ -378,7 +378,7 @@ def frozen_in_training(*, is_long: bool) -> tuple[nn.Module, list[torch.Tensor]]
         layers += [nn.Conv2d(fan_in, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 144, 6))
 
-    stages = [(False, 1e-3, 300), (True, 3e-3, 60)]
+    stages = [(False, 1e-3, 300), (True, 5e-3, 60)]
     if is_long:
         stages.append((True, 1e-2, 300))
     for frozen, rate, steps in stages:
