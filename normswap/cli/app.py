@@ -52,9 +52,8 @@ Clicks = Any
 """Objects of click's, which newer versions of typer hide."""
 # How typer's parser says that a value is of another type, or out of range.
 _INVALID = re.compile(r"Invalid value for '(--[\w-]+)': (Input should be .*)")
-# As a shell has it: 128 + SIGINT.
-# Exit codes beside 0, 1 (a result is wrong) and 2 (bad input): of a command that was interrupted,
-# and of a bug.
+# Exit codes beside 0, 1 (a result is wrong) and 2 (bad input). A command that was interrupted has
+# that of a shell, 128 + SIGINT, and a bug has one of its own.
 _INTERRUPTED = 130
 _CRASHED = 3
 _SETTINGS = {"help_option_names": ["-h", "--help"]}

@@ -433,7 +433,7 @@ class _Comparison:
             example: The call.
             outputs: The source's outputs by name.
         """
-        ran = _run_if_it_can(self.source.module, allowance.in_the_last_digit(example))
+        ran = _run_if_it_can(self.source.module, [allowance.in_the_last_digit(example)])
         return outputs if ran is None else ran[0]
 
     def _outputs_with_changed_weights(self, example: Example, outputs: Outputs) -> Outputs:
@@ -446,7 +446,7 @@ class _Comparison:
             outputs: The source's outputs by name.
         """
         changed = allowance.with_other_digits(self.source.module, self.source.coarsest_dtype)
-        ran = _run_if_it_can(changed, example)
+        ran = _run_if_it_can(changed, [example])
         return outputs if ran is None else ran[0]
 
     @property
@@ -574,7 +574,7 @@ class _Comparison:
             return moving
 
         # The other outputs are compared with those for an input of other values.
-        ran = _run_on_other_values(self.source.module, example)
+        ran = _run_if_it_can(self.source.module, with_other_values(example))
         if ran is None:
             # The network takes no other values. An output without rows to compare counts as one
             # that moves, as nothing shows that it does not.
@@ -641,7 +641,7 @@ class _Comparison:
         # source takes no other input, the samples of a value are compared with its first one.
         _, values = run(network, example, paths, entrances=entrances)
         _, others = run(self.result, example, paths, entrances=entrances)
-        ran = _run_on_other_values(network, example, paths, entrances=entrances)
+        ran = _run_if_it_can(network, with_other_values(example), paths, entrances=entrances)
         moved = _of_first_sample(values, example.count) if ran is None else ran[1]
 
         errors: list[Error] = []
@@ -988,7 +988,7 @@ class _Comparison:
         batch = self.source.calls[0]
         for call in (batch.first(1), batch):
             larger = call.map_floats(lambda tensor: _LARGER * tensor)
-            ran = _run_if_it_can(network, larger)
+            ran = _run_if_it_can(network, [larger])
             if ran is not None:
                 break
         if ran is None:
@@ -1031,27 +1031,28 @@ def _unread(names: Iterable[str]) -> Reason:
 
 def _run_if_it_can(
     model: nn.Module,
-    example: Example,
+    calls: Iterable[Example],
     paths: Sequence[str] = (),
     *,
     entrances: Sequence[str] = (),
 ) -> tuple[Outputs, Outputs] | None:
-    """Run a network in eval mode. Return its outputs and the values inside, or None if it fails.
+    """Run a network in eval mode on the first of some calls that it takes, or return None.
 
     Args:
         model: The network.
-        example: The call.
+        calls: The calls, in the order in which they are tried.
         paths: The modules whose outputs are returned, too.
         entrances: The modules whose inputs are returned, too.
 
     Returns:
-        The outputs by name and the values inside by path, as `running.run` returns them.
+        The outputs by name and the values inside by path, as `running.run` returns them. None if
+        the network takes none of the calls.
     """
-    # The forward is the user's, and may raise anything for numbers that it does not take.
-    try:
-        return run(model, example, paths, entrances=entrances)
-    except Exception:
-        return None
+    for example in calls:
+        # The forward is the user's, and may raise anything for numbers that it does not take.
+        with suppress(Exception):
+            return run(model, example, paths, entrances=entrances)
+    return None
 
 
 def _of_first_sample(values: Outputs, count: int) -> Outputs:
@@ -1066,31 +1067,6 @@ def _of_first_sample(values: Outputs, count: int) -> Outputs:
         for name, value in values.items()
         if value.ndim and len(value) == count > 1
     }
-
-
-def _run_on_other_values(
-    model: nn.Module,
-    example: Example,
-    paths: Sequence[str] = (),
-    *,
-    entrances: Sequence[str] = (),
-) -> tuple[Outputs, Outputs] | None:
-    """Run a network on a call whose values are changed, as far as it takes such values.
-
-    Args:
-        model: The network.
-        example: The call.
-        paths: The modules whose outputs are returned, too.
-        entrances: The modules whose inputs are returned, too.
-
-    Returns:
-        The outputs by name and the values inside by path. None if it takes no other values.
-    """
-    for other in with_other_values(example):
-        ran = _run_if_it_can(model, other, paths, entrances=entrances)
-        if ran is not None:
-            return ran
-    return None
 
 
 def _proved_inside(errors: Sequence[Error], blocks: Sequence[str], *, are_labels: bool) -> str:

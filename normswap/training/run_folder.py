@@ -382,8 +382,8 @@ def identify(model: nn.Module, recipe: Recipe, images: str) -> dict[str, object]
     keys = recipe_files.flat(recipe)
     for key in _FREE_KEYS:
         keys.pop(key, None)
-    # An error may read: the network's hash was '1f...', is '2e...'
     preparation = json.dumps(data_config(model), sort_keys=True, default=str)
+    # An error may read: the network's hash was '1f...', is '2e...'
     hashes = {
         "the network's hash": hash_tensors(state_tensors(model)),
         "its plan's": provenance.of(model).plan.digest,

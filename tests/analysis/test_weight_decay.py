@@ -229,15 +229,20 @@ CONVERTED = [
 ]
 
 
+def converted(name: str, scheme: str, options: dict[str, Any]) -> nn.Module:
+    """Return a narrow network after a conversion of `CONVERTED`."""
+    side = NARROW[name].get("img_size", 48)
+    source = timm.create_model(name, **NARROW[name])
+    return convert(source, scheme, input_size=(3, side, side), **options).model
+
+
 @pytest.mark.usefixtures("seen_once")
 @pytest.mark.parametrize(("name", "scheme", "options", "expected"), CONVERTED)
 @pytest.mark.one_in(6)
 def test_converted_networks(
     name: str, scheme: str, options: dict[str, Any], expected: dict[str, int]
 ) -> None:
-    side = NARROW[name].get("img_size", 48)
-    source = timm.create_model(name, **NARROW[name])
-    model = convert(source, scheme, input_size=(3, side, side), **options).model
+    model = converted(name, scheme, options)
 
     assigned = roles(model)
 
@@ -253,9 +258,7 @@ def test_a_converted_network_in_float64_has_the_same_roles(
     name: str, scheme: str, options: dict[str, Any], expected: dict[str, int]
 ) -> None:
     """And on a GPU: the norms that are put back to find the roles are where the network is."""
-    side = NARROW[name].get("img_size", 48)
-    source = timm.create_model(name, **NARROW[name])
-    model = convert(source, scheme, input_size=(3, side, side), **options).model
+    model = converted(name, scheme, options)
     assert counts(roles(model.double())) == expected
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from support.lab_tables import ROOT, Row, number, row_of, table, tenths, text
+from support.readme_figures import share_folded, share_left_by_torch
 
 PAGE = (ROOT / "docs" / "situations.md").read_text(encoding="utf-8")
 UNSEEN = "doctor_unseen.md"
@@ -278,11 +279,10 @@ def folded() -> str:
     ours = re.search(r"(\d+) architectures, .*?\*\*(\d+) exact", text("summary.md"))
     assert ours
     whole = row_of("summary.md", family="all")
-    share = 100 * (int(whole["folded back"]) + int(whole["forward"])) // int(whole["norms"])
-    left = 100 * int(whole["norms left"]) // int(whole["norms"])
     return (
         f"{ours[2]} of {ours[1]} timm architectures with BatchNorm fold exactly. Of their"
-        f" {int(whole['norms']):,} norms {share} % fold into other layers, and {100 - left} % by"
+        f" {int(whole['norms']):,} norms {share_folded()} % fold into other layers, and"
+        f" {100 - share_left_by_torch()} % by"
         " `torch.fx`'s fuser"
     )
 

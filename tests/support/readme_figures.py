@@ -126,12 +126,12 @@ def folds() -> str:
     return (
         "In the first two rows weights are random, and networks have at most 100 M parameters. All"
         f" {whole['networks']} timm networks fold exactly. They have {int(whole['norms']):,} norms:"
-        f" the {100 - _share_folded()} % that do not fold into other layers become a scale or a"
-        f" shift. torch.fx's fuser leaves {_share_left_by_torch()} % of the norms as they are."
+        f" the {100 - share_folded()} % that do not fold into other layers become a scale or a"
+        f" shift. torch.fx's fuser leaves {share_left_by_torch()} % of the norms as they are."
     )
 
 
-def _share_folded() -> int:
+def share_folded() -> int:
     """Return the percentage of timm's norms that fold into other layers."""
     whole = row_of("summary.md", family="all")
     vanish = int(whole["folded back"]) + int(whole["forward"])
@@ -139,7 +139,7 @@ def _share_folded() -> int:
     return 100 * vanish // int(whole["norms"])
 
 
-def _share_left_by_torch() -> int:
+def share_left_by_torch() -> int:
     """Return the percentage of timm's norms that torch.fx's fuser leaves."""
     whole = row_of("summary.md", family="all")
     return 100 * int(whole["norms left"]) // int(whole["norms"])
@@ -189,8 +189,8 @@ def measured() -> list[str]:
     return [
         (
             f"| norms of {folded[1]} timm networks with BatchNorm that fold into other layers |"
-            f" [{_share_folded()} %](tests/lab/coverage/summary.md) | torch.fx's fuser:"
-            f" {100 - _share_left_by_torch()} % |"
+            f" [{share_folded()} %](tests/lab/coverage/summary.md) | torch.fx's fuser:"
+            f" {100 - share_left_by_torch()} % |"
         ),
         (
             "| networks of torchvision, transformers, Ultralytics, MONAI and others that fold"

@@ -67,17 +67,22 @@ class Begun:
         )
 
 
-@pytest.mark.parametrize("case", TYPED)
-def test_the_command_that_is_printed_goes_on_with_the_same_network(
-    case: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def begin(case: str, monkeypatch: pytest.MonkeyPatch) -> Begun:
+    """Begin a run in the folder `run` with a MODEL of `TYPED`, and return what it began with."""
     begun = Begun()
     monkeypatch.setattr(engine, "finetune", begun)
     if case == "a file":
         write_weights()
     words = ("--recipe", "cifar10_recover_skipinit", "--data", "demo", "train.seed=5", "-o", "run")
-
     assert main(["finetune", *TYPED[case], *words]) == 0
+    return begun
+
+
+@pytest.mark.parametrize("case", TYPED)
+def test_the_command_that_is_printed_goes_on_with_the_same_network(
+    case: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = begin(case, monkeypatch)
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "next: " in line]
     # Whatever was drawn meanwhile, the network's own numbers are drawn as before.
     torch.rand(3)
@@ -95,12 +100,7 @@ def test_the_folder_alone_opens_the_same_network_or_none(
     case: str, here: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recipe in a run's folder names the network only if it can say all of how it is opened."""
-    begun = Begun()
-    monkeypatch.setattr(engine, "finetune", begun)
-    if case == "a file":
-        write_weights()
-    words = ("--recipe", "cifar10_recover_skipinit", "--data", "demo", "-o", "run")
-    assert main(["finetune", *TYPED[case], *words]) == 0
+    begun = begin(case, monkeypatch)
     capfd.readouterr()
 
     code = main(["finetune", "--resume", "auto", "-o", "run"])
